@@ -1,0 +1,42 @@
+"""Where the coordinator's socket is, for those who are not told."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from shm_store.errors import ArgumentRefused
+
+SOCKET_VARIABLE = "WEIGHT_CACHE_SOCKET"
+
+
+def default_socket_path() -> str:
+    """Return the path of this user's socket: the same for every process of the user.
+
+    It lies in the user's runtime directory, as `platformdirs` finds it; the directory need not
+    exist.
+
+    Raises:
+        ArgumentRefused: the directory it would be in is somebody else's.
+    """
+    import platformdirs
+
+    with warnings.catch_warnings():
+        # Newer ones warn where XDG_RUNTIME_DIR is not set, as in most containers. Both ends fall
+        # back to the same directory, so there is nothing to warn of.
+        warnings.simplefilter("ignore")
+        try:
+            directory = platformdirs.user_runtime_dir("weight-cache")
+        except PermissionError as error:
+            raise ArgumentRefused(
+                f"there is no safe place for this user's socket: {error}",
+                remedy=f"choose one with --socket or {SOCKET_VARIABLE}",
+            ) from error
+    return os.path.join(directory, "coordinator.sock")
+
+
+def socket_path(chosen: str | os.PathLike[str] | None = None) -> str:
+    """Return `chosen`, else what WEIGHT_CACHE_SOCKET says, else the default."""
+    if chosen is not None:
+        return os.fspath(chosen)
+    return os.environ.get(SOCKET_VARIABLE) or default_socket_path()

@@ -1,0 +1,64 @@
+"""The figures of `weight-cache status`. Pure.
+
+One vocabulary for three readers: `status --json`, the `holders` of a refusal, and metrics. Fields
+are stable; others may be added.
+"""
+
+import msgspec
+
+
+class LeaseReport(msgspec.Struct, frozen=True):
+    """One process that may have the bytes mapped."""
+
+    session: int
+    pid: int
+    age_s: float
+
+
+class GenerationReport(msgspec.Struct, frozen=True):
+    """One generation: what it is, what it costs, and who holds it."""
+
+    key: str
+    generation: str
+    state: str
+    size_bytes: int
+    pool: str
+    pinned: bool
+    leases: tuple[LeaseReport, ...]
+    filled_bytes: int = 0
+    waiting: int = 0
+    """Requests that wait for this generation."""
+
+
+class PoolReport(msgspec.Struct, frozen=True):
+    """One budget. `in_use_bytes` is the sum of the six kinds that follow it."""
+
+    name: str
+    limit_bytes: int
+    in_use_bytes: int
+    leased_bytes: int
+    retained_bytes: int
+    filling_bytes: int
+    retired_bytes: int
+    private_bytes: int
+    freeing_bytes: int
+
+
+class SessionReport(msgspec.Struct, frozen=True):
+    """One attached process. `waiting_for` is the keys of its open requests."""
+
+    session: int
+    pid: int
+    name: str
+    device: str
+    waiting_for: tuple[str, ...]
+    connected: bool
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """The whole ledger at one moment."""
+
+    draining: bool
+    pools: tuple[PoolReport, ...]
+    generations: tuple[GenerationReport, ...]
+    sessions: tuple[SessionReport, ...]

@@ -1,0 +1,317 @@
+"""Every message, and one version. Pure: values and their bytes, no sockets.
+
+These are the ledger's own requests and replies: there is no second vocabulary between the socket
+and the heart. Messages are msgspec Structs, tagged by class name and sent as msgpack arrays; file
+descriptors travel beside a message (SCM_RIGHTS), never inside it.
+
+Directions: `FromWorker`, `FromLoader`, `FromOperator` reach the coordinator; `ToWorker`, `ToLoader`
+leave it. A worker's connection opens with `Resume`, always. Nothing is sent to it before that was
+read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from shm_store.errors import ArgumentRefused, ProtocolViolation, WeightCacheError, rebuild
+from shm_store.keys import KEY_LIMIT_BYTES, Fingerprint, GenerationId, Key, LeaseId, RequestId
+from shm_store.report import GenerationReport, StatusReport
+
+VERSION = 1
+"""The protocol's version. Peers of different versions refuse each other by name."""
+
+SIZE_LIMIT_BYTES = 1 << 50
+TIMEOUT_LIMIT_S = 1e9
+
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
+AnyKey = Annotated[Key, msgspec.Meta(min_length=1, max_length=KEY_LIMIT_BYTES)]
+"""Short enough for a preamble. Only `parse_key` says whether it is a key."""
+Version = Annotated[str, msgspec.Meta(max_length=120)]
+SizeBytes = Annotated[int, msgspec.Meta(gt=0, le=SIZE_LIMIT_BYTES)]
+CountBytes = Annotated[int, msgspec.Meta(ge=0, le=SIZE_LIMIT_BYTES)]
+TimeoutS = Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_LIMIT_S)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The root of every message."""
+
+
+class Cause(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request failed, as it travels. `error()` gives the exception it stands for."""
+
+    code: str
+    message: str
+    remedy: str = ""
+    source: str = ""
+    needed_bytes: int = 0
+    free_bytes: int = 0
+    holders: tuple[GenerationReport, ...] = ()
+
+    @classmethod
+    def of(cls, error: WeightCacheError) -> Cause:
+        """Describe `error`. Facts that have no field here stay in its message."""
+        facts = {
+            name: getattr(error, name)
+            for name in ("source", "needed_bytes", "free_bytes", "holders")
+            if hasattr(error, name)
+        }
+        return cls(error.code, error.message, error.remedy, **facts)
+
+    def error(self) -> WeightCacheError:
+        """Return the typed exception, with the fields of this cause as its attributes."""
+        return rebuild(
+            self.code,
+            self.message,
+            {
+                "remedy": self.remedy,
+                "source": self.source,
+                "needed_bytes": self.needed_bytes,
+                "free_bytes": self.free_bytes,
+                "holders": self.holders,
+            },
+        )
+
+
+# --- worker -> coordinator ----------------------------------------------------------------------
+
+
+class Resume(Message, frozen=True):
+    """The first frame of a connection: who attaches.
+
+    Fields may only be appended, and keep what they may hold, so that every version can read the
+    version of any other.
+    """
+
+    version: int
+    name: Name = ""
+    device: Name = ""
+    role: Literal["worker", "operator"] = "worker"
+
+
+class Acquire(Message, frozen=True):
+    """Ask for a lease on `key`.
+
+    With `source`, the opened file travels as one fd and a loader fills the segment if nobody has
+    it yet. With `source=None` the asker itself can build the weights, of version `version`.
+    `timeout_s` runs only while nothing progresses.
+    """
+
+    rid: RequestId
+    key: AnyKey
+    source: Name | None
+    version: Version
+    timeout_s: TimeoutS
+
+
+class Cancel(Message, frozen=True):
+    """Give up an open request. It still gets its one final answer."""
+
+    rid: RequestId
+
+
+class Reserve(Message, frozen=True):
+    """The owner of an OPEN generation knows its size: charge it, back it, give me the fd."""
+
+    gen: GenerationId
+    size_bytes: SizeBytes
+
+
+class Commit(Message, frozen=True):
+    """The owner has filled the segment and holds no writable map of it any more."""
+
+    gen: GenerationId
+
+
+class Abort(Message, frozen=True):
+    """The owner gives its ticket back. A loader's `cause` is the source's fault."""
+
+    gen: GenerationId
+    cause: Cause | None = None
+
+
+class Release(Message, frozen=True):
+    """The bytes are unmapped. Ends the lease only if it still has this id. Never answered."""
+
+    gen: GenerationId
+    lease: LeaseId
+
+
+class Flush(Message, frozen=True):
+    """Ask to be told when everything before this frame has taken effect, freeing included."""
+
+    rid: RequestId
+
+
+# --- loader -> coordinator (beside Reserve, Commit, Abort) ----------------------------------------
+
+
+class Progress(Message, frozen=True):
+    """So many bytes of the segment are filled. From a loader; passed on to those who wait."""
+
+    gen: GenerationId
+    done_bytes: CountBytes
+    total_bytes: CountBytes
+
+
+# --- operator -> coordinator, each answered -------------------------------------------------------
+
+
+class Pin(Message, frozen=True):
+    """Protect the READY generation of `key` from eviction, now and in future generations."""
+
+    rid: RequestId
+    key: AnyKey
+
+
+class Unpin(Message, frozen=True):
+    """Take a pin back."""
+
+    rid: RequestId
+    key: AnyKey
+
+
+class Evict(Message, frozen=True):
+    """Free the retained generation of `key`; with no key, every retained one that is not pinned."""
+
+    rid: RequestId
+    key: AnyKey | None = None
+
+
+class Drain(Message, frozen=True):
+    """Take no new work, wait until nothing is held, then exit. Fails at the deadline."""
+
+    rid: RequestId
+    timeout_s: TimeoutS
+
+
+class Status(Message, frozen=True):
+    """Ask for a StatusReport."""
+
+    rid: RequestId
+
+
+# --- coordinator -> worker or operator ------------------------------------------------------------
+
+
+class Ticket(Message, frozen=True):
+    """You build this generation: RESERVE its bytes when you know them."""
+
+    rid: RequestId
+    gen: GenerationId
+    key: AnyKey
+    fingerprint: Fingerprint
+
+
+class Space(Message, frozen=True):
+    """The reserved segment, backed by real pages; its fd travels with this. Fill it."""
+
+    gen: GenerationId
+
+
+class Grant(Message, frozen=True):
+    """The final answer: a lease with id `rid` on `gen`, whose fd travels with this."""
+
+    rid: RequestId
+    gen: GenerationId
+
+
+class Fail(Message, frozen=True):
+    """The final answer: no. With `rid` 0 it is about the connection, which then closes."""
+
+    rid: RequestId
+    cause: Cause
+
+
+class Filling(Message, frozen=True):
+    """How far the fill is that request `rid` waits for."""
+
+    rid: RequestId
+    done_bytes: CountBytes
+    total_bytes: CountBytes
+
+
+class Flushed(Message, frozen=True):
+    """Everything before the FLUSH has taken effect."""
+
+    rid: RequestId
+
+
+class Done(Message, frozen=True):
+    """An operator's request was carried out; `keys` are those it touched."""
+
+    rid: RequestId
+    keys: tuple[Key, ...] = ()
+
+
+class Report(Message, frozen=True):
+    """The answer to STATUS."""
+
+    rid: RequestId
+    report: StatusReport
+
+
+class Bye(Message, frozen=True):
+    """The coordinator leaves on purpose: the end of file that follows is final."""
+
+
+# --- coordinator -> loader (beside Space) ---------------------------------------------------------
+
+
+class Fetch(Message, frozen=True):
+    """A loader's ticket: fill `gen` from the source whose opened fd travels with this."""
+
+    gen: GenerationId
+    key: AnyKey
+    source: Name
+
+
+FromWorker = Acquire | Cancel | Reserve | Commit | Abort | Release | Flush
+FromOperator = Pin | Unpin | Evict | Drain | Status
+FromLoader = Reserve | Progress | Commit | Abort
+FromSession = FromWorker | FromOperator
+"""What a connection may say after its RESUME: operators load too, so the two are read as one."""
+
+ToSession = Ticket | Space | Grant | Fail | Filling | Flushed | Done | Report | Bye
+ToLoader = Fetch | Space
+
+AnyMessage = Resume | FromSession | FromLoader | ToSession | ToLoader
+
+Kind = TypeVar("Kind")
+
+_encoder = msgspec.msgpack.Encoder()
+
+resume_decoder = msgspec.msgpack.Decoder(Resume)
+session_decoder = msgspec.msgpack.Decoder(FromSession)
+loader_decoder = msgspec.msgpack.Decoder(FromLoader)
+to_session_decoder = msgspec.msgpack.Decoder(ToSession)
+to_loader_decoder = msgspec.msgpack.Decoder(ToLoader)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Return the bytes of `message`.
+
+    Raises:
+        ArgumentRefused: a text in it has no UTF-8 form, as the path of a file named otherwise.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise ArgumentRefused(
+            f"{error.object!r} cannot be sent: {error.reason}", remedy="use names in UTF-8"
+        ) from error
+
+
+def decode(decoder: msgspec.msgpack.Decoder[Kind], data: bytes | memoryview) -> Kind:
+    """Return the message in `data`, of the kinds that `decoder` knows.
+
+    Raises:
+        ProtocolViolation: not such a message, or a field out of its range.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolViolation(
+            f"a message of {len(data)} bytes could not be read: {error}"
+        ) from None
