@@ -1,0 +1,1 @@
+"""The coordinator process: owner of segments, leases and budgets. Never imports torch."""

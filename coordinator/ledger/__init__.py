@@ -1,0 +1,174 @@
+"""The ledger: who holds what, as a pure and deterministic state machine.
+
+`apply(ledger, event, now_s) -> effects`. No clock, no sockets, no fds, no logging, no randomness
+and no iteration over sets. The executor performs the effects and feeds the outcomes back as events.
+
+Read in this order: `events` (what comes in and goes out), `state` (what is known), `turn` (the only
+hands that change it), then the deciders: `admission`, `lifecycle`, `eviction`, `operators`,
+`deadlines`. `invariants` says what must hold after every event.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from coordinator.ledger import admission, deadlines, lifecycle, operators
+from coordinator.ledger.deadlines import next_deadline_s
+from coordinator.ledger.events import (
+    Attached,
+    Backed,
+    BackingRefused,
+    Disconnected,
+    Effect,
+    Event,
+    Freed,
+    LoaderEnded,
+    LoaderSaid,
+    Said,
+    Sealed,
+    SealRefused,
+    SessionEnded,
+    TimePassed,
+)
+from coordinator.ledger.report import status_report
+from coordinator.ledger.state import Ledger, new_ledger
+from coordinator.ledger.turn import Turn
+from shm_store.keys import SessionId
+from shm_store.wire import (
+    Abort,
+    Acquire,
+    Cancel,
+    Commit,
+    Drain,
+    Evict,
+    Flush,
+    FromLoader,
+    Pin,
+    Progress,
+    Release,
+    Report,
+    Reserve,
+    Status,
+    Unpin,
+)
+
+__all__ = ["Ledger", "apply", "new_ledger", "next_deadline_s", "status_report"]
+
+
+def apply(ledger: Ledger, event: Event, now_s: float) -> list[Effect]:
+    """Change `ledger` by one event and return what is to be done about it.
+
+    Args:
+        now_s: seconds on a clock that never goes back; deadlines and ages are counted on it.
+    """
+    turn = Turn(ledger, now_s)
+    match event:
+        case Said():
+            _said(turn, event)
+        case LoaderSaid(gen, message):
+            _owner_said(turn, None, message)
+        case Attached():
+            lifecycle.attached(turn, event)
+        case Disconnected(session) | SessionEnded(session):
+            known = ledger.sessions.get(session)
+            if known is not None:
+                over = isinstance(event, SessionEnded)
+                (lifecycle.ended if over else lifecycle.disconnected)(turn, known)
+        case Freed(gen):
+            lifecycle.freed(turn, gen)
+        case TimePassed():
+            pass
+        case LoaderEnded() | Backed() | BackingRefused() | Sealed() | SealRefused():
+            _performed(turn, event)
+        case _:
+            assert_never(event)
+    _settle(turn)
+    return turn.effects
+
+
+def _said(turn: Turn, event: Said) -> None:
+    """Take a session's message. An id that is not above all earlier ones is a replay."""
+    session = turn.ledger.sessions.get(event.session)
+    message = event.message
+    if session is None:
+        return
+    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release):
+        if message.rid <= session.last_rid:
+            return
+        session.last_rid = message.rid
+    match message:
+        case Acquire():
+            admission.acquire(turn, session.id, message, event.fingerprint)
+        case Release():
+            lifecycle.release(turn, session.id, message)
+        case Cancel():
+            admission.cancel(turn, session.id, message)
+        case Reserve() | Commit() | Abort():
+            _owner_said(turn, session.id, message)
+        case Flush(rid):
+            operators.flush(turn, session.id, rid)
+        case Pin(rid, key):
+            operators.pin(turn, session.id, rid, key)
+        case Unpin(rid, key):
+            operators.unpin(turn, session.id, rid, key)
+        case Evict():
+            operators.evict(turn, session.id, message)
+        case Drain():
+            operators.drain(turn, session.id, message)
+        case Status(rid):
+            turn.send(session.id, Report(rid, status_report(turn.ledger, turn.now_s)))
+        case _:
+            assert_never(message)
+
+
+def _owner_said(turn: Turn, sender: SessionId | None, message: FromLoader) -> None:
+    """Take what only the ticket's holder may say; from anyone else it changes nothing."""
+    generation = lifecycle.owned(turn, sender, message.gen)
+    if generation is None:
+        return
+    match message:
+        case Reserve():
+            admission.reserve(turn, generation, message)
+        case Progress():
+            lifecycle.progress(turn, generation, message)
+        case Commit():
+            lifecycle.commit(turn, generation)
+        case Abort():
+            lifecycle.abort(turn, generation, message)
+        case _:
+            assert_never(message)
+
+
+def _performed(
+    turn: Turn, event: LoaderEnded | Backed | BackingRefused | Sealed | SealRefused
+) -> None:
+    """Take the outcome of an effect. For a generation that is past it, it is history."""
+    generation = turn.ledger.running.get(event.gen)
+    if generation is None:
+        return
+    match event:
+        case Backed():
+            lifecycle.backed(turn, generation)
+        case BackingRefused():
+            lifecycle.backing_refused(turn, generation, event.reason)
+        case Sealed():
+            lifecycle.sealed(turn, generation)
+        case SealRefused():
+            lifecycle.seal_refused(turn, generation, event.reason)
+        case LoaderEnded():
+            lifecycle.loader_ended(turn, generation, event.reason)
+        case _:
+            assert_never(event)
+
+
+def _settle(turn: Turn) -> None:
+    """After every event: deadlines, room for those who wait, and what waited for an end."""
+    ledger = turn.ledger
+    if ledger.running or ledger.drains:
+        deadlines.expire(turn)
+    for pool in ledger.pools.values():
+        if pool.queue:
+            admission.admit(turn, pool)
+    if ledger.flushes:
+        operators.settle_flushes(turn)
+    operators.settle_drain(turn)

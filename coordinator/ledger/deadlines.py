@@ -1,0 +1,64 @@
+"""When somebody has waited long enough. Every wait has an end; a deadlock is just a long wait."""
+
+from __future__ import annotations
+
+from coordinator.ledger import admission
+from coordinator.ledger.operators import expire_drains
+from coordinator.ledger.state import Generation, Ledger, Request
+from coordinator.ledger.turn import Turn
+from shm_store.errors import LoadTimeout, WeightCacheError
+
+UNASKED_FILL_S = 300.0
+"""How long a fill that nobody waits for may stand still."""
+
+
+def next_deadline_s(ledger: Ledger) -> float | None:
+    """Return when `expire` next has something to do, on the clock of the events."""
+    times = [
+        *(_deadline_s(ledger, request) for request in ledger.requests.values()),
+        *(_standstill_s(generation) for generation in ledger.running.values()),
+        *(draining.deadline_s for draining in ledger.drains),
+    ]
+    return min((time for time in times if time is not None), default=None)
+
+
+def expire(turn: Turn) -> None:
+    """Answer every request whose deadline has come, and end fills that stand still unasked."""
+    ledger = turn.ledger
+    for request in list(ledger.requests.values()):
+        deadline_s = _deadline_s(ledger, request)
+        if deadline_s is not None and deadline_s <= turn.now_s and request.gen is not None:
+            admission.leave(turn, request, _too_late(turn, request))
+    for generation in list(ledger.running.values()):
+        standstill_s = _standstill_s(generation)
+        if standstill_s is not None and standstill_s <= turn.now_s:
+            turn.free(generation)
+    expire_drains(turn)
+
+
+def _deadline_s(ledger: Ledger, request: Request) -> float | None:
+    """A ticket holder is timed only while its RESERVE waits, an asker while nothing progresses."""
+    if request.gen is None:
+        return None
+    generation = ledger.generations[request.gen]
+    if generation.owner is request:
+        queued_s = generation.queued_s
+        return None if queued_s is None else queued_s + request.timeout_s
+    if generation.sealing:
+        return None
+    return max(request.since_s, generation.progressed_s) + request.timeout_s
+
+
+def _standstill_s(generation: Generation) -> float | None:
+    return generation.progressed_s + UNASKED_FILL_S if generation.unasked_fill else None
+
+
+def _too_late(turn: Turn, request: Request) -> WeightCacheError:
+    assert request.gen is not None
+    generation = turn.ledger.generations[request.gen]
+    if generation.queued_s is not None:
+        return admission.no_room(turn, generation)
+    return LoadTimeout(
+        f"{request.key!r} was not ready within {request.timeout_s:g} s: generation "
+        f"{generation.id} is {generation.state.value}"
+    )

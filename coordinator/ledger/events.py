@@ -1,0 +1,192 @@
+"""What happens to the ledger, and what it wants done. Pure values.
+
+Events are the wire's own messages plus the few facts that come from inside; effects are messages to
+send plus the few things only the executor can do. Whoever performs an effect feeds its outcome back
+as an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shm_store.keys import Fingerprint, GenerationId, Key, RequestId, SessionId
+from shm_store.wire import FromLoader, FromSession, Space, ToSession
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A process said RESUME. `pid` is the kernel's word, the rest its own."""
+
+    session: SessionId
+    pid: int
+    name: str
+    device: str
+    role: Literal["worker", "operator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A session sent a message. `fingerprint` is that of the fd beside an ACQUIRE with a source."""
+
+    session: SessionId
+    message: FromSession
+    fingerprint: Fingerprint = Fingerprint("")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSaid:
+    """The loader of `gen` sent a message."""
+
+    gen: GenerationId
+    message: FromLoader
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderEnded:
+    """The loader of `gen` ended, or could not be started; `reason` says how."""
+
+    gen: GenerationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A session's connection is gone. The process may still map what it leases."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session's process ended, by its pidfd, and its last frames were read."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Backed:
+    """The segment of `gen` has all its pages."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class BackingRefused:
+    """The kernel gave no memory for the segment of `gen`."""
+
+    gen: GenerationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The segment of `gen` cannot be changed any more."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class SealRefused:
+    """The segment of `gen` could not be sealed."""
+
+    gen: GenerationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The segment of `gen`, its loader and its backing child are gone."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing else happened, but a deadline may have come."""
+
+
+Event = (
+    Attached
+    | Said
+    | LoaderSaid
+    | LoaderEnded
+    | Disconnected
+    | SessionEnded
+    | Backed
+    | BackingRefused
+    | Sealed
+    | SealRefused
+    | Freed
+    | TimePassed
+)
+
+# --- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to a session, with the fd of `segment` beside it."""
+
+    session: SessionId
+    message: ToSession
+    segment: GenerationId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendSpace:
+    """Send SPACE and the segment's fd to the loader of the generation."""
+
+    message: Space
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoader:
+    """Start a loader for `gen`, on the opened source that came with request `rid`."""
+
+    gen: GenerationId
+    key: Key
+    source: str
+    session: SessionId
+    rid: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """Create the segment of `gen` and give it real pages. Answer Backed or BackingRefused."""
+
+    gen: GenerationId
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Stamp and seal the segment of `gen`. Answer Sealed or SealRefused."""
+
+    gen: GenerationId
+    key: Key
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """End the loader and the backing child of `gen`, if any; close its segment. Answer Freed."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The session is over: close its connection, stop watching its process."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Drained: nothing is left to own."""
+
+
+Effect = Send | SendSpace | StartLoader | Back | Seal | Free | Forget | Exit

@@ -1,0 +1,208 @@
+"""What becomes of a generation and of a session, as owners, executor and kernel report."""
+
+from __future__ import annotations
+
+from coordinator.ledger import admission
+from coordinator.ledger.events import Attached, Forget, Seal, SendSpace
+from coordinator.ledger.state import LEASABLE, LOADER, Generation, Request, Session, State
+from coordinator.ledger.turn import Turn
+from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
+from shm_store.keys import GenerationId, SessionId
+from shm_store.wire import Abort, Filling, Progress, Release, Space
+
+# --- fills --------------------------------------------------------------------------------------
+
+
+def backed(turn: Turn, generation: Generation) -> None:
+    """The pages are there: the owner may fill them."""
+    if generation.state is not State.RESERVED:
+        return
+    turn.move(generation, State.FILLING)
+    generation.progressed_s = turn.now_s
+    if isinstance(generation.owner, Request):
+        turn.send(generation.owner.session, Space(generation.id), generation.id)
+    else:
+        turn.do(SendSpace(Space(generation.id)))
+
+
+def backing_refused(turn: Turn, generation: Generation, reason: str) -> None:
+    """The kernel gave no memory: everyone who asked hears why."""
+    if generation.state is State.RESERVED:
+        error = BackingFailed(f"no memory for {generation.key!r}: {reason}")
+        admission.abandon(turn, generation, error, died=False)
+
+
+def progress(turn: Turn, generation: Generation, message: Progress) -> None:
+    """A loader came further: those who wait are told, and their deadlines start anew."""
+    if generation.state is not State.FILLING or message.done_bytes <= generation.filled_bytes:
+        return
+    generation.filled_bytes = message.done_bytes
+    generation.progressed_s = turn.now_s
+    for request in generation.askers.values():
+        turn.send(request.session, Filling(request.rid, message.done_bytes, message.total_bytes))
+
+
+def commit(turn: Turn, generation: Generation) -> None:
+    """The owner is done: seal it. A repeated COMMIT changes nothing."""
+    if generation.state is State.FILLING and not generation.sealing:
+        generation.sealing = True
+        turn.do(Seal(generation.id, generation.key, generation.fingerprint))
+
+
+def sealed(turn: Turn, generation: Generation) -> None:
+    """The bytes are canonical: everyone who asked gets a lease, doomed or not."""
+    if generation.state is not State.FILLING:
+        return
+    previous = turn.ledger.ready(generation.key)
+    if generation.doomed:
+        turn.move(generation, State.RETIRED)
+    else:
+        if previous is not None:
+            retire(turn, previous)
+        turn.move(generation, State.READY)
+    generation.filled_bytes = generation.size_bytes
+    generation.idle_s = turn.now_s
+    for request in list(generation.askers.values()):
+        turn.grant(request, generation)
+    if generation.doomed and not generation.leases:
+        turn.free(generation)
+
+
+def seal_refused(turn: Turn, generation: Generation, reason: str) -> None:
+    """The owner still has a writable map, or wrote over the preamble.
+
+    A loader is ended. A worker that lives keeps its bytes, so they stay charged until it ABORTs or
+    ends; the others start over without it.
+    """
+    if generation.state is not State.FILLING:
+        return
+    generation.sealing = False
+    owner = generation.owner
+    error = SegmentRefused(f"the weights of {generation.key!r} were not accepted: {reason}")
+    if not isinstance(owner, Request) or owner.session not in turn.ledger.sessions:
+        admission.abandon(turn, generation, error, died=False)
+        return
+    generation.doomed = True
+    requests = list(generation.askers.values())
+    for request in requests:
+        turn.detach(request)
+    if owner in requests:
+        requests.remove(owner)
+        turn.refuse(owner.session, owner.rid, error)
+    admission.seat_again(turn, generation, requests, generation.deaths)
+
+
+def abort(turn: Turn, generation: Generation, message: Abort) -> None:
+    """The owner gives its ticket back.
+
+    A loader found the source at fault: everyone hears the cause. A worker failed by itself: its own
+    request ends, the others are seated again.
+    """
+    owner = generation.owner
+    if generation.sealing:
+        return
+    if not isinstance(owner, Request):
+        cause = message.cause
+        error = cause.error() if cause else FillFailed(f"the loader gave up {generation.key!r}")
+        admission.abandon(turn, generation, error, died=False)
+        return
+    if owner.id in generation.askers:
+        cause = message.cause
+        turn.fail(owner, cause.error() if cause else Cancelled(f"{owner.key!r} was aborted"))
+    admission.abandon(turn, generation, None, died=False)
+
+
+def loader_ended(turn: Turn, generation: Generation, reason: str) -> None:
+    """A loader's process ended. After COMMIT or ABORT that is as it should be."""
+    if generation.owner == LOADER and not generation.sealing:
+        _owner_died(turn, generation, f"the loader of {generation.key!r} {reason}")
+
+
+def _owner_died(turn: Turn, generation: Generation, reason: str) -> None:
+    hopeless = generation.deaths + 1 >= admission.DEATHS_LIMIT
+    admission.abandon(turn, generation, FillFailed(reason) if hopeless else None, died=True)
+
+
+# --- ready generations ----------------------------------------------------------------------------
+
+
+def retire(turn: Turn, generation: Generation) -> None:
+    """A successor is here: never handed out again, still counted while leased."""
+    if generation.leases:
+        turn.move(generation, State.RETIRED)
+    else:
+        turn.free(generation)
+
+
+def release(turn: Turn, session: SessionId, message: Release) -> None:
+    """End the lease with this very id. Late, doubled and foreign ones change nothing."""
+    generation = turn.ledger.generations.get(message.gen)
+    if generation is None or generation.state not in LEASABLE:
+        return
+    lease = generation.leases.get(session)
+    if lease is not None and lease.id == message.lease:
+        turn.end_lease(session, generation)
+
+
+def freed(turn: Turn, gen: GenerationId) -> None:
+    """The kernel has the bytes back."""
+    generation = turn.ledger.generations.get(gen)
+    if generation is not None and generation.state is State.FREEING:
+        turn.remove(generation)
+
+
+# --- sessions -----------------------------------------------------------------------------------
+
+
+def attached(turn: Turn, event: Attached) -> None:
+    """A process is here."""
+    turn.ledger.sessions[event.session] = Session(
+        event.session, event.pid, event.name, event.device, event.role
+    )
+
+
+def disconnected(turn: Turn, session: Session) -> None:
+    """The connection is gone, the process may not be: only what waits is dropped."""
+    session.connected = False
+    _drop_waiting(turn, session, keep_tickets=True)
+    if not session.leases and not turn.ledger.owned_by(session.id):
+        del turn.ledger.sessions[session.id]
+        turn.do(Forget(session.id))
+
+
+def ended(turn: Turn, session: Session) -> None:
+    """The process is gone, and with it its requests, leases and tickets. Happens once."""
+    session.connected = False
+    _drop_waiting(turn, session, keep_tickets=False)
+    for gen in list(session.leases):
+        turn.end_lease(session.id, turn.ledger.generations[gen])
+    owned = turn.ledger.owned_by(session.id)
+    del turn.ledger.sessions[session.id]
+    turn.do(Forget(session.id))
+    for generation in owned:
+        if not generation.sealing:
+            _owner_died(turn, generation, f"process {session.pid} ended while it filled it")
+
+
+def _drop_waiting(turn: Turn, session: Session, *, keep_tickets: bool) -> None:
+    """Drop the requests of a session without an answer; nobody is there to read one."""
+    ledger = turn.ledger
+    for request in [found for found in ledger.requests.values() if found.session == session.id]:
+        assert request.gen is not None
+        generation = ledger.generations[request.gen]
+        if generation.owner is not request:
+            admission.leave(turn, request, None)
+        elif not keep_tickets:
+            turn.detach(request)
+    ledger.flushes = [flush for flush in ledger.flushes if flush.session != session.id]
+    ledger.drains = [drain for drain in ledger.drains if drain.session != session.id]
+
+
+def owned(turn: Turn, sender: SessionId | None, gen: GenerationId) -> Generation | None:
+    """Return the running generation whose ticket the sender has; None is its loader."""
+    generation = turn.ledger.running.get(gen)
+    if generation is None:
+        return None
+    owner = generation.owner
+    has_it = owner.session == sender if isinstance(owner, Request) else sender is None
+    return generation if has_it and owner is not None else None

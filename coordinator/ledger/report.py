@@ -1,0 +1,88 @@
+"""The ledger as figures, for `status` and for the holders in a refusal. Reads only."""
+
+from __future__ import annotations
+
+from coordinator.ledger.state import Generation, Ledger, State
+from shm_store.report import (
+    GenerationReport,
+    LeaseReport,
+    PoolReport,
+    SessionReport,
+    StatusReport,
+)
+
+
+def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> GenerationReport:
+    """Return who holds `generation` and what it costs."""
+    return GenerationReport(
+        key=generation.key,
+        generation=generation.id,
+        state=generation.state.value,
+        size_bytes=generation.charged_bytes,
+        pool=generation.pool,
+        pinned=generation.state is State.READY and generation.key in ledger.pins,
+        leases=tuple(
+            LeaseReport(session, ledger.sessions[session].pid, round(now_s - lease.since_s, 3))
+            for session, lease in generation.leases.items()
+        ),
+        filled_bytes=generation.filled_bytes,
+        waiting=len(generation.askers),
+    )
+
+
+def pool_report(ledger: Ledger, name: str) -> PoolReport:
+    """Return what fills a pool, by kind."""
+    sums = dict.fromkeys(("leased", "retained", "filling", "retired", "freeing"), 0)
+    for generation in ledger.in_pool(name):
+        sums[_kind(generation)] += generation.size_bytes
+    return PoolReport(
+        name=name,
+        limit_bytes=ledger.pools[name].limit_bytes,
+        in_use_bytes=sum(sums.values()),
+        leased_bytes=sums["leased"],
+        retained_bytes=sums["retained"],
+        filling_bytes=sums["filling"],
+        retired_bytes=sums["retired"],
+        private_bytes=0,
+        freeing_bytes=sums["freeing"],
+    )
+
+
+def status_report(ledger: Ledger, now_s: float) -> StatusReport:
+    """Return the whole ledger. Operators' own connections are not listed as sessions."""
+    return StatusReport(
+        draining=ledger.draining,
+        pools=tuple(pool_report(ledger, name) for name in ledger.pools),
+        generations=tuple(
+            generation_report(ledger, generation, now_s)
+            for generation in ledger.generations.values()
+        ),
+        sessions=tuple(
+            SessionReport(
+                session=session.id,
+                pid=session.pid,
+                name=session.name,
+                device=session.device,
+                waiting_for=tuple(
+                    request.key
+                    for request in ledger.requests.values()
+                    if request.session == session.id
+                ),
+                connected=session.connected,
+            )
+            for session in ledger.sessions.values()
+            if session.role == "worker"
+        ),
+    )
+
+
+def _kind(generation: Generation) -> str:
+    match generation.state:
+        case State.READY:
+            return "leased" if generation.leases else "retained"
+        case State.RETIRED:
+            return "retired"
+        case State.FREEING:
+            return "freeing"
+        case _:
+            return "filling"
