@@ -142,7 +142,7 @@ def _owner_said(turn: Turn, sender: SessionId | None, message: FromLoader) -> No
 def _performed(
     turn: Turn, event: LoaderEnded | Backed | BackingRefused | Sealed | SealRefused
 ) -> None:
-    """Take the outcome of an effect. For a generation that is past it, it is history."""
+    """Take the outcome of an effect. For a generation that is past running, it is history."""
     generation = turn.ledger.running.get(event.gen)
     if generation is None:
         return

@@ -66,8 +66,7 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     if running is not None and running.fingerprint == request.fingerprint:
         turn.ask(request, running)
         return running
-    # One undoomed fill per key: beside another one, this fill serves its askers and then retires.
-    generation = turn.open(request, doomed=doomed or running is not None, deaths=deaths, pool=RAM)
+    generation = turn.open(request, doomed=doomed, deaths=deaths, pool=RAM)
     turn.ask(request, generation)
     if request.source is None:
         turn.send(
@@ -81,17 +80,18 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     return generation
 
 
-def seat_again(turn: Turn, generation: Generation, requests: list[Request], deaths: int) -> None:
+def seat_again(turn: Turn, requests: list[Request], *, doomed: bool, deaths: int) -> None:
     """Seat those whose fill ended without their fault: the first becomes or starts the next owner.
 
-    They stay together, also in a doomed fill, which takes no other asker.
+    They stay together, also in a doomed fill, which takes no other asker: beside the one undoomed
+    fill of its key it serves them, and then retires.
     """
     home: Generation | None = None
     for request in requests:
         if turn.ledger.draining:
             turn.refuse(request.session, request.rid, _draining())
         elif home is None or home.state is not State.OPEN:
-            home = seat(turn, request, doomed=generation.doomed, deaths=deaths)
+            home = seat(turn, request, doomed=doomed, deaths=deaths)
         else:
             turn.ask(request, home)
 
@@ -114,7 +114,7 @@ def abandon(
         for request in requests:
             turn.refuse(request.session, request.rid, error)
     else:
-        seat_again(turn, generation, requests, deaths)
+        seat_again(turn, requests, doomed=generation.doomed, deaths=deaths)
 
 
 def cancel(turn: Turn, session: SessionId, message: Cancel) -> None:

@@ -186,7 +186,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Drained: nothing is left to own."""
+    """Drained: nothing is left to own. Say BYE to every session and end."""
 
 
 Effect = Send | SendSpace | StartLoader | Back | Seal | Free | Forget | Exit

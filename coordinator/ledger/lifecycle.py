@@ -15,8 +15,6 @@ from shm_store.wire import Abort, Filling, Progress, Release, Space
 
 def backed(turn: Turn, generation: Generation) -> None:
     """The pages are there: the owner may fill them."""
-    if generation.state is not State.RESERVED:
-        return
     turn.move(generation, State.FILLING)
     generation.progressed_s = turn.now_s
     if isinstance(generation.owner, Request):
@@ -27,9 +25,8 @@ def backed(turn: Turn, generation: Generation) -> None:
 
 def backing_refused(turn: Turn, generation: Generation, reason: str) -> None:
     """The kernel gave no memory: everyone who asked hears why."""
-    if generation.state is State.RESERVED:
-        error = BackingFailed(f"no memory for {generation.key!r}: {reason}")
-        admission.abandon(turn, generation, error, died=False)
+    error = BackingFailed(f"no memory for {generation.key!r}: {reason}")
+    admission.abandon(turn, generation, error, died=False)
 
 
 def progress(turn: Turn, generation: Generation, message: Progress) -> None:
@@ -51,8 +48,6 @@ def commit(turn: Turn, generation: Generation) -> None:
 
 def sealed(turn: Turn, generation: Generation) -> None:
     """The bytes are canonical: everyone who asked gets a lease, doomed or not."""
-    if generation.state is not State.FILLING:
-        return
     previous = turn.ledger.ready(generation.key)
     if generation.doomed:
         turn.move(generation, State.RETIRED)
@@ -74,22 +69,20 @@ def seal_refused(turn: Turn, generation: Generation, reason: str) -> None:
     A loader is ended. A worker that lives keeps its bytes, so they stay charged until it ABORTs or
     ends; the others start over without it.
     """
-    if generation.state is not State.FILLING:
-        return
     generation.sealing = False
     owner = generation.owner
     error = SegmentRefused(f"the weights of {generation.key!r} were not accepted: {reason}")
     if not isinstance(owner, Request) or owner.session not in turn.ledger.sessions:
         admission.abandon(turn, generation, error, died=False)
         return
-    generation.doomed = True
+    doomed, generation.doomed = generation.doomed, True
     requests = list(generation.askers.values())
     for request in requests:
         turn.detach(request)
     if owner in requests:
         requests.remove(owner)
         turn.refuse(owner.session, owner.rid, error)
-    admission.seat_again(turn, generation, requests, generation.deaths)
+    admission.seat_again(turn, requests, doomed=doomed, deaths=generation.deaths)
 
 
 def abort(turn: Turn, generation: Generation, message: Abort) -> None:

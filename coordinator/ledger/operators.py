@@ -11,7 +11,7 @@ from coordinator.ledger.turn import Turn
 from shm_store.errors import ArgumentRefused, DrainIncomplete, InUse, KeyRefused
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import Key, RequestId, SessionId, parse_key
-from shm_store.wire import Bye, Done, Drain, Evict, Flushed
+from shm_store.wire import Done, Drain, Evict, Flushed
 
 
 def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
@@ -97,7 +97,7 @@ def drain(turn: Turn, session: SessionId, message: Drain) -> None:
 
 
 def settle_drain(turn: Turn) -> None:
-    """Free what is no longer held; when nothing is left, say so to everybody and exit."""
+    """Free what is no longer held; when nothing is left, say so and exit."""
     ledger = turn.ledger
     if not ledger.draining:
         return
@@ -109,8 +109,6 @@ def settle_drain(turn: Turn) -> None:
     for draining in ledger.drains:
         turn.send(draining.session, Done(draining.rid))
     ledger.drains = []
-    for session in ledger.sessions:
-        turn.send(session, Bye())
     turn.do(Exit())
 
 

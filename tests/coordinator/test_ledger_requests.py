@@ -272,6 +272,39 @@ def test_askers_seated_again_doom_nobody():
     assert world.state(new) is State.READY and world.state(again) is State.RETIRED
 
 
+def test_askers_of_a_doomed_fill_stay_together_when_its_loader_dies():
+    """A doomed fill takes no new asker, but those who were seated again share one loader."""
+    world = World()
+    world.attach(1, 2, 3)
+    rids = {session: world.load(session, "k", file="f1") for session in (1, 2)}
+    old = world.newest()
+    world.load(3, "k", file="f2")
+    world.loader_ended(old)
+    assert len(world.done(StartLoader)) == 3
+    again = world.newest()
+    world.fill(again)
+    assert world.leases(again) == rids
+
+
+@pytest.mark.parametrize("doomed", [False, True])
+def test_what_is_being_sealed_is_finished_though_nobody_waits_any_more(doomed):
+    """Ready, it is retained; doomed, it goes at once."""
+    world = World()
+    world.attach(1, 2)
+    rid = world.load(1, "k", file="f1")
+    gen = world.newest()
+    world.reserve(gen, 100)
+    world.backed(gen)
+    world.commit(gen)
+    world.loader_ended(gen, "ended with exit code 0")
+    if doomed:
+        world.load(2, "k", file="f2")
+    world.cancel(1, rid)
+    assert world.state(gen) is State.FILLING
+    world.sealed(gen)
+    assert world.state(gen) is (State.FREEING if doomed else State.READY)
+
+
 def test_the_ready_generation_retires_in_its_successors_commit():
     """Rule 7: no gap between them."""
     world = World()
@@ -400,7 +433,10 @@ def test_a_refused_seal_of_a_living_builder_stays_charged_until_it_lets_go():
     world.seal_refused(gen, "a writable map")
     assert world.failure(1, first) == "segment_refused"
     assert world.state(gen) is State.FILLING and world.ram().filling_bytes == 100
-    assert world.ticket(2, second) not in (None, gen)
+    again = world.ticket(2, second)
+    assert again not in (None, gen)
+    world.fill(again, 100, session=2)
+    assert world.state(again) is State.READY
     world.end(1)
     assert world.state(gen) is State.FREEING
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ledger import next_deadline_s
+from coordinator.ledger import next_deadline_s, status_report
 from coordinator.ledger.events import Exit
 from coordinator.ledger.state import State
-from shm_store.wire import Bye, Done, Drain, Evict, Fail, Flush, Flushed, Grant, Pin, Status, Unpin
+from shm_store.wire import Done, Drain, Evict, Fail, Flush, Flushed, Grant, Pin, Status, Unpin
 from tests.coordinator.ledger_world import Back, Free, World
 
 
@@ -120,17 +120,33 @@ def test_a_refusal_lists_who_holds_what():
 def test_waiting_for_room_is_first_come_first_served():
     world = World(limit_bytes=300)
     world.attach(1, 2, 3)
-    gen, lease = world.have(1, "a", 300)
+    gen, lease = world.have(1, "a", 290)
     world.load(2, "large")
     large = world.newest()
     world.reserve(large, 300)
     world.load(3, "small")
     small = world.newest()
     world.reserve(small, 10)
+    assert (world.state(large), world.state(small)) == (State.OPEN, State.OPEN)
     world.release(1, gen, lease)
     assert world.state(gen) is State.FREEING
     world.freed(gen)
     assert (world.state(large), world.state(small)) == (State.RESERVED, State.OPEN)
+
+
+def test_a_reserve_that_waits_cannot_be_changed_and_is_charged_nothing():
+    world = World(limit_bytes=100)
+    world.attach(1, 2)
+    gen, lease = world.have(1, "a", 100)
+    world.load(2, "b")
+    new = world.newest()
+    world.reserve(new, 60)
+    world.reserve(new, 30)
+    report = status_report(world.ledger, 0.0)
+    assert [(g.key, g.size_bytes) for g in report.generations] == [("a", 100), ("b", 0)]
+    world.release(1, gen, lease)
+    world.freed(gen)
+    assert [(effect.gen, effect.size_bytes) for effect in world.done(Back)][1:] == [(new, 60)]
 
 
 def test_a_released_lease_lets_the_waiter_in():
@@ -264,7 +280,6 @@ def test_drain_refuses_new_work_waits_for_leases_then_exits():
     world.freed(gen)
     assert len(world.done(Exit)) == 1
     assert Done(rid) in sent(world, 9, Done)
-    assert sent(world, 1, Bye) == [Bye()]
 
 
 def test_drain_names_what_is_left_at_its_deadline_and_goes_on():
@@ -310,6 +325,26 @@ def test_drain_and_fills(owner):
     world.sealed(gen)
     assert world.answer(1, rid) == Grant(rid, gen)
     assert world.done(Exit) == []
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_drain_lets_a_seal_finish_and_seats_nobody_again(refused):
+    world = World()
+    world.attach(1, 2)
+    first, second = world.build(1, "k"), world.build(2, "k")
+    gen = world.ticket(1, first)
+    world.reserve(gen, 100, session=1)
+    world.backed(gen)
+    world.commit(gen, session=1)
+    world.say(2, Drain(world.rid(2), 10.0))
+    assert (world.answer(1, first), world.answer(2, second)) == (None, None)
+    if refused:
+        world.seal_refused(gen)
+        assert world.failure(1, first) == "segment_refused"
+        assert world.failure(2, second) == "draining"
+    else:
+        world.sealed(gen)
+        assert world.answer(2, second) == Grant(second, gen)
 
 
 def test_status_speaks_of_workers_pools_and_generations():

@@ -1,0 +1,18 @@
+"""What a coordinator is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of one coordinator.
+
+    Attributes:
+        socket: path of its Unix socket; beside it lies the lock file that makes it the only one.
+        ram_budget_bytes: limit of the pool `ram`; None takes half of what this process may use.
+    """
+
+    socket: str
+    ram_budget_bytes: int | None = None

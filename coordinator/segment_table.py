@@ -1,0 +1,38 @@
+"""The sole owner of segment fds: one per generation, from creation to free."""
+
+from __future__ import annotations
+
+import os
+
+from shm_store import segment
+from shm_store.keys import GenerationId
+
+
+class SegmentTable:
+    """Generation id to fd. Nobody else keeps one of these fds, or closes one."""
+
+    def __init__(self) -> None:
+        self._fds: dict[GenerationId, int] = {}
+
+    def create(self, gen: GenerationId) -> int:
+        """Make the empty segment of `gen` and return its fd, which stays the table's.
+
+        Raises:
+            OSError: EMFILE or ENFILE; nothing was made.
+        """
+        self._fds[gen] = segment.create(gen)
+        return self._fds[gen]
+
+    def fd(self, gen: GenerationId) -> int | None:
+        """Return the fd of `gen`, or None if it has no segment (any more)."""
+        return self._fds.get(gen)
+
+    def take(self, gen: GenerationId) -> int | None:
+        """Hand the fd of `gen` over for closing. From here on the table does not know it."""
+        return self._fds.pop(gen, None)
+
+    def close(self) -> None:
+        """Close everything: the coordinator exits."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

@@ -1,0 +1,350 @@
+"""The coordinator's event loop: sockets and pidfds in, ledger events out, and back.
+
+One thread. Nothing here waits, and nothing here decides: what a frame means is the ledger's, what
+an effect does is the executor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+from coordinator.config import Config
+from coordinator.connection import Connection
+from coordinator.executor import Executor
+from coordinator.ledger import apply, new_ledger, next_deadline_s
+from coordinator.ledger.events import (
+    Attached,
+    Disconnected,
+    Event,
+    Said,
+    SessionEnded,
+    TimePassed,
+)
+from coordinator.memory import default_ram_budget_bytes
+from shm_store import channel, source
+from shm_store.channel import Channel
+from shm_store.errors import (
+    CoordinatorRunning,
+    PeerForbidden,
+    ProtocolViolation,
+    SourceNotOpened,
+    VersionMismatch,
+    WeightCacheError,
+)
+from shm_store.keys import Fingerprint, GenerationId, RequestId, SessionId
+from shm_store.wire import (
+    VERSION,
+    Acquire,
+    Bye,
+    Cause,
+    Fail,
+    FromSession,
+    Grant,
+    Resume,
+    ToSession,
+    decode,
+    resume_decoder,
+    session_decoder,
+)
+
+log = logging.getLogger("coordinator")
+
+EMFILE_PAUSE_S = 1.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """A session's socket and process, as the server sees them."""
+
+    connection: Connection
+    pidfd: int
+
+
+class Server:
+    """Everything of one coordinator that touches a socket."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, limit: int
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._peers: dict[SessionId, Peer] = {}
+        self._session_of: dict[Connection, SessionId | None] = {}
+        self._sources: dict[tuple[SessionId, RequestId], int] = {}
+        self._last_session = 0
+        self._events: list[Event] = []
+        self._feeding = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._allowed_uids = (os.geteuid(), 0)
+        self._executor = Executor(loop, self, self.feed)
+        self.ledger = new_ledger(time.clock_gettime_ns(time.CLOCK_BOOTTIME), limit)
+        self.stopped: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(listener.fileno(), self._accept)
+
+    # --- the heart ------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Give one event to the ledger and perform what it wants done.
+
+        An effect may report its outcome at once; that event takes its turn after this one.
+        """
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                for effect in apply(self.ledger, self._events.pop(0), self._loop.time()):
+                    self._executor.perform(effect)
+        finally:
+            self._feeding = False
+        self._arm()
+
+    def _arm(self) -> None:
+        """Set the one timer to the ledger's next deadline. Without one the process sleeps."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.ledger.running or self.ledger.drains:
+            deadline_s = next_deadline_s(self.ledger)
+            if deadline_s is not None:
+                self._timer = self._loop.call_at(deadline_s, self.feed, TimePassed())
+
+    # --- what the executor needs (executor.Sessions) ----------------------------------------------
+
+    def send(self, session: SessionId, message: ToSession, segment: GenerationId | None) -> None:
+        if isinstance(message, Grant | Fail):
+            self._close_source(session, message.rid)
+        peer = self._peers.get(session)
+        if peer is not None:
+            peer.connection.send(message, segment)
+
+    def forget(self, session: SessionId) -> None:
+        peer = self._peers.pop(session, None)
+        if peer is None:
+            return
+        self._loop.remove_reader(peer.pidfd)
+        os.close(peer.pidfd)
+        self._session_of.pop(peer.connection, None)
+        peer.connection.close()
+
+    def source(self, session: SessionId, rid: RequestId) -> int:
+        return self._sources[session, rid]
+
+    def exit(self) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+
+    # --- connections ----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # The listener would stay readable and spin. Those who wait stay in its backlog.
+                log.warning("out of file descriptors: no new connections for a moment")
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(EMFILE_PAUSE_S, self._listen_again)
+            return
+        accepted.setblocking(False)
+        connection = Connection(
+            self._loop, Channel(accepted), self._received, self._lost, self._executor.segments.fd
+        )
+        uid = connection.channel.credentials().uid
+        if uid not in self._allowed_uids:
+            connection.close(PeerForbidden(f"user {uid} may not use this coordinator"))
+            return
+        self._session_of[connection] = None
+
+    def _listen_again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _received(self, connection: Connection, data: bytes, fds: list[int]) -> None:
+        """Take one message. A malformed one ends its connection, and nothing else."""
+        session = self._session_of.get(connection)
+        try:
+            if session is None:
+                self._attach(connection, decode(resume_decoder, data))
+            else:
+                self._said(session, decode(session_decoder, data), fds)
+        except WeightCacheError as error:
+            log.warning("a connection is closed: %s", error)
+            connection.close(error)
+        finally:
+            channel.close_all(fds)
+
+    def _attach(self, connection: Connection, resume: Resume) -> None:
+        if resume.version != VERSION:
+            raise VersionMismatch(
+                f"the coordinator speaks protocol version {VERSION}, the peer {resume.version}"
+            )
+        try:
+            pidfd = connection.channel.open_pidfd()
+        except ProcessLookupError:
+            connection.close()
+            return
+        self._last_session += 1
+        session = SessionId(self._last_session)
+        self._session_of[connection] = session
+        self._peers[session] = Peer(connection, pidfd)
+        self._loop.add_reader(pidfd, self._process_ended, session)
+        pid = connection.channel.credentials().pid
+        self.feed(Attached(session, pid, resume.name, resume.device, resume.role))
+
+    def _said(self, session: SessionId, message: FromSession, fds: list[int]) -> None:
+        """Pass a message on. An ACQUIRE with a source brings one fd; nothing else may."""
+        expected = isinstance(message, Acquire) and message.source is not None
+        if len(fds) != expected:
+            raise ProtocolViolation(f"{len(fds)} fds came with {type(message).__name__}")
+        if not isinstance(message, Acquire) or message.source is None:
+            self.feed(Said(session, message))
+            return
+        try:
+            status = source.check_regular(fds[0], message.source)
+        except SourceNotOpened as error:
+            self.send(session, Fail(message.rid, Cause.of(error)), None)
+            return
+        request = (session, message.rid)
+        if request in self._sources:
+            return  # a replay: its first copy has not been answered yet
+        self._sources[request] = fds.pop()
+        self.feed(Said(session, message, Fingerprint(source.fingerprint(status))))
+        if request not in self.ledger.requests:
+            self._close_source(*request)
+
+    def _process_ended(self, session: SessionId) -> None:
+        """A pidfd is readable. The process's last words come first, then its end, once."""
+        self._peers[session].connection.drain_input()
+        if session in self._peers:
+            self._close_sources(session)
+            self.feed(SessionEnded(session))
+
+    def _lost(self, connection: Connection, reason: WeightCacheError | None) -> None:
+        """A connection is over. Its process may go on, and goes on being watched."""
+        session = self._session_of.pop(connection, None)
+        if session is not None:
+            self._close_sources(session)
+            self.feed(Disconnected(session))
+
+    def _close_source(self, session: SessionId, rid: RequestId) -> None:
+        fd = self._sources.pop((session, rid), None)
+        if fd is not None:
+            os.close(fd)
+
+    def _close_sources(self, session: SessionId) -> None:
+        for request in [request for request in self._sources if request[0] == session]:
+            self._close_source(*request)
+
+    async def close(self) -> None:
+        """Say BYE, end the children, free everything."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for peer in list(self._peers.values()):
+            peer.connection.send(Bye())
+        for connection in list(self._session_of):
+            connection.close()
+        for session in list(self._peers):
+            self.forget(session)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._executor.close()
+
+
+def serve(config: Config) -> int:
+    """Run a coordinator in the foreground until it is drained or told to stop.
+
+    Prints one line to standard output when it listens. Returns the exit code.
+
+    Raises:
+        CoordinatorRunning: another coordinator has this socket.
+        ArgumentRefused: the socket's path is too long.
+    """
+    logging.basicConfig(format="weight-cache: %(message)s", level=logging.INFO)
+    _raise_fd_limit()
+    lock = _lock(config.socket)
+    try:
+        _unlink(config.socket)  # we hold the lock, so whoever bound it is gone
+        listener = channel.listen(config.socket)
+        limit = config.ram_budget_bytes
+        if limit is None:
+            limit = default_ram_budget_bytes()
+        try:
+            asyncio.run(_serve(config.socket, listener, limit))
+        finally:
+            _unlink(config.socket)
+    finally:
+        _unlink(_lock_path(config.socket))
+        os.close(lock)
+    return 0
+
+
+async def _serve(path: str, listener: socket.socket, limit: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = Server(loop, listener, limit)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.exit)
+    print(f"weight-cache: ready on {path} (ram budget {limit} bytes)", flush=True)
+    await server.stopped
+    await server.close()
+
+
+def _lock_path(path: str) -> str:
+    return f"{path}.lock"
+
+
+def _lock(path: str) -> int:
+    """Return the fd of the lock that makes this coordinator the only one on its socket.
+
+    Held for life; the kernel drops it with the process. Unlinking a stale socket and binding anew
+    is not enough by itself: several starters at once would all believe they won.
+    """
+    while True:
+        try:
+            lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CoordinatorRunning(
+                f"{_lock_path(path)} cannot be opened: {error.strerror}",
+                remedy="choose a --socket in a folder that exists and is yours",
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CoordinatorRunning(f"a coordinator already serves {path}") from None
+        if _is_at(lock, _lock_path(path)):
+            return lock
+        os.close(lock)  # the previous owner unlinked it between our open and our lock
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass  # nobody left one behind
+
+
+def _raise_fd_limit() -> None:
+    """Use all the fds this process may have: one per segment, session and request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,401 @@
+"""A real coordinator process, spoken to by hand: what it promises to good peers and bad ones."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shm_store import channel, segment
+from shm_store.errors import PeerForbidden
+from shm_store.wire import (
+    VERSION,
+    Abort,
+    Acquire,
+    Bye,
+    Commit,
+    Done,
+    Drain,
+    Evict,
+    Fail,
+    Grant,
+    Release,
+    Reserve,
+    Resume,
+    Status,
+    encode,
+)
+from tests.processes import (
+    ROOT,
+    WAIT_S,
+    Coordinator,
+    Peer,
+    children_of,
+    fds_of,
+    running,
+    write_safetensors,
+)
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(autouse=True)
+def _peers_closed():
+    yield
+    Peer.close_all()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "c.sock")
+
+
+@pytest.fixture
+def coordinator(path: str):
+    with running(path, "--ram-budget", "64MiB") as started:
+        yield started
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return write_safetensors(
+        tmp_path / "w.safetensors", {"w": ("U8", [5000], bytes(range(250)) * 20)}
+    )
+
+
+def ledger_bytes(peer: Peer) -> int:
+    return sum(pool.in_use_bytes for pool in peer.status().pools)
+
+
+def test_a_file_is_loaded_once_and_the_ledger_says_what_the_kernel_says(coordinator, weights):
+    a, b = Peer(coordinator.socket, "a"), Peer(coordinator.socket, "b")
+    first, second = a.load("k", weights), b.load("k", weights)
+    assert isinstance(first, Grant) and isinstance(second, Grant) and first.gen == second.gen
+    (ours,), (theirs,) = a.fds, b.fds
+    assert os.fstat(ours).st_ino == os.fstat(theirs).st_ino
+    assert segment.is_sealed(ours)
+    assert segment.read_preamble(ours).key == "k"
+    assert ledger_bytes(a) == coordinator.segment_blocks() == os.fstat(ours).st_blocks * 512 > 0
+    while children_of(coordinator.pid):
+        a.status()  # the loader ends by itself, just after its COMMIT
+    for peer, grant in ((a, first), (b, second)):
+        peer.send(Release(grant.gen, grant.rid))
+        peer.flush()
+    a.send(Evict(a.next_rid()))
+    a.expect(Done)
+    a.flush()
+    assert ledger_bytes(a) == coordinator.segment_blocks() == 0
+
+
+def test_the_coordinator_never_loads_torch(coordinator, weights):
+    peer = Peer(coordinator.socket)
+    assert isinstance(peer.load("k", weights), Grant)
+    maps = Path(f"/proc/{coordinator.pid}/maps").read_text()
+    assert "msgspec" in maps
+    assert "torch" not in maps and "numpy" not in maps
+
+
+def test_a_published_segment_is_stamped_and_shared(coordinator):
+    a, b = Peer(coordinator.socket, "a"), Peer(coordinator.socket, "b")
+    grant = a.publish("built", b"\7" * 100, version="v1")
+    (fd,) = a.fds
+    preamble = segment.read_preamble(fd)
+    assert (preamble.gen, preamble.key, preamble.fingerprint) == (grant.gen, "built", "build:v1")
+    b.send(Acquire(b.next_rid(), "built", None, "v1", WAIT_S))
+    assert b.expect(Grant).gen == grant.gen
+    assert len(b.generation("built").leases) == 2
+
+
+def test_a_builder_that_lies_about_who_it_is_is_overruled(coordinator):
+    """The preamble is the coordinator's: whatever the filler wrote there is gone."""
+    peer = Peer(coordinator.socket)
+    ticket = peer.ticket("mine")
+    fd = peer.space(ticket.gen, 8192)
+    segment.write_at(fd, b"someone else's preamble", 0)
+    os.close(fd)
+    peer.send(Commit(ticket.gen))
+    peer.expect(Grant)
+    assert segment.read_preamble(peer.fds[0]).key == "mine"
+
+
+def test_an_aborted_build_gives_its_bytes_back(coordinator):
+    peer = Peer(coordinator.socket)
+    ticket = peer.ticket("k")
+    os.close(peer.space(ticket.gen, 1 << 20))
+    assert ledger_bytes(peer) == coordinator.segment_blocks() == 1 << 20
+    peer.send(Abort(ticket.gen))
+    assert peer.expect(Fail).cause.code == "cancelled"
+    peer.flush()
+    assert ledger_bytes(peer) == coordinator.segment_blocks() == 0
+
+
+def test_more_than_the_budget_is_refused_at_once_with_the_holders(coordinator):
+    peer = Peer(coordinator.socket)
+    peer.publish("small")
+    ticket = peer.ticket("large")
+    peer.send(Reserve(ticket.gen, 65 << 20))
+    cause = peer.expect(Fail).cause
+    assert (cause.code, cause.needed_bytes) == ("budget_exceeded", 65 << 20)
+    assert [holder.key for holder in cause.holders] == ["small"]
+
+
+def test_the_end_of_a_process_ends_its_leases_and_nothing_else(coordinator, weights):
+    """S15: by pidfd, in one event, peers undisturbed."""
+    watcher = Peer(coordinator.socket, "watcher")
+    watcher.load("k", weights)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[3])\n"
+        "from tests.processes import Peer\n"
+        "peer = Peer(sys.argv[1], 'victim'); grant = peer.load('k', sys.argv[2])\n"
+        "print(grant.gen, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, coordinator.socket, str(weights), str(ROOT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline().strip()
+        assert len(watcher.generation("k").leases) == 2
+        pidfd = os.pidfd_open(victim.pid)
+        victim.send_signal(signal.SIGKILL)
+        select.select([pidfd], [], [], WAIT_S)
+        os.close(pidfd)
+    # The coordinator's pidfd became readable with ours; each status is a later event of its loop.
+    for _ in range(1000):
+        leases = watcher.generation("k").leases
+        if len(leases) == 1:
+            break
+    assert [lease.pid for lease in leases] == [os.getpid()]
+    assert [s.name for s in watcher.status().sessions] == ["watcher"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0", b"\0garbage", b"\1part of a message that never ends", b"\xff" * 100],
+    ids=["empty", "flag only", "garbage", "unfinished", "no flag"],
+)
+def test_a_bad_frame_closes_that_connection_and_no_other(coordinator, data):
+    other, bad = Peer(coordinator.socket, "other"), Peer(coordinator.socket, "bad")
+    grant = other.publish("k")
+    assert [s.name for s in other.status().sessions] == ["other", "bad"]
+    bad.channel.socket.send(data)
+    bad.channel.socket.shutdown(socket.SHUT_WR)
+    message = bad.receive()
+    if message is not None:
+        assert message.cause.code == "protocol_violation"
+        assert bad.receive() is None
+    assert [s.name for s in other.status().sessions] == ["other"]
+    assert other.generation("k").generation == grant.gen
+
+
+def test_an_oversized_frame_closes_that_connection(coordinator):
+    other, bad = Peer(coordinator.socket, "other"), Peer(coordinator.socket, "bad")
+    bad.channel.socket.send(b"\0" + b"x" * (channel.FRAME_LIMIT_BYTES + 1))
+    assert bad.receive().cause.code == "protocol_violation"
+    assert [s.name for s in other.status().sessions] == ["other"]
+
+
+def test_fds_that_nobody_asked_for_close_the_connection_and_do_not_leak(coordinator):
+    other = Peer(coordinator.socket, "other")
+    other.status()
+    before = len(fds_of(coordinator.pid))
+    bad = Peer(coordinator.socket, "bad")
+    read, write = os.pipe()
+    bad.send(Status(bad.next_rid()), [read, write])
+    assert bad.receive().cause.code == "protocol_violation"
+    assert bad.receive() is None
+    other.status()
+    assert len(fds_of(coordinator.pid)) == before
+    os.close(read)
+    os.close(write)
+
+
+def test_a_directory_behind_the_fd_is_refused_by_the_coordinator_too(coordinator, tmp_path):
+    """A peer need not use our client: the check is repeated where it matters."""
+    peer = Peer(coordinator.socket)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    peer.send(Acquire(peer.next_rid(), "k", str(tmp_path), "", WAIT_S), [fd])
+    os.close(fd)
+    assert peer.expect(Fail).cause.code == "source_not_opened"
+    assert peer.status().generations == ()
+
+
+def test_a_peer_of_another_version_is_told_both(coordinator):
+    connected = Peer.connect(coordinator.socket)
+    connected.send(encode(Resume(VERSION + 1, "newer", "cpu")))
+    peer = Peer.__new__(Peer)
+    peer.channel = connected
+    cause = peer.receive().cause
+    assert cause.code == "version_mismatch"
+    assert f"version {VERSION}," in cause.message and str(VERSION + 1) in cause.message
+    assert peer.receive() is None
+
+
+def test_a_peer_that_does_not_read_is_not_read_and_disturbs_nobody(coordinator):
+    """Its answers wait for it; the others go on, and the coordinator does not grow."""
+    stuck, other = Peer(coordinator.socket, "stuck"), Peer(coordinator.socket, "other")
+    stuck.channel.socket.setblocking(False)
+    sent = _send_until_full(stuck)
+    assert [s.name for s in other.status().sessions] == ["stuck", "other"]
+    stuck.channel.socket.settimeout(WAIT_S)
+    for _ in range(sent):
+        stuck.expect(object)
+    assert len(stuck.status().sessions) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_peer_of_another_user_is_refused(tmp_path):
+    path = "/tmp/" + f"weight-cache-test-{os.getpid()}.sock"
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.processes import Peer\n"
+        "from shm_store.errors import WeightCacheError\n"
+        "os.setuid(65534)\n"
+        "try:\n"
+        "    peer = Peer.__new__(Peer); peer.channel = Peer.connect(sys.argv[1])\n"
+        "    print(peer.receive().cause.code); Peer.close_all()\n"
+        "except WeightCacheError as error: print(error.code)\n"
+    )
+    with running(path) as coordinator:
+        for mode, expected in ((0o600, "peer_forbidden"), (0o666, "peer_forbidden")):
+            os.chmod(path, mode)
+            said = subprocess.run(
+                [sys.executable, "-c", script, path, str(ROOT)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert said.stdout.strip() == expected, said
+        watcher = Peer(coordinator.socket)
+        assert len(watcher.status().sessions) == 1
+    assert issubclass(PeerForbidden, Exception)
+
+
+def test_a_second_coordinator_on_the_socket_is_refused_and_the_first_goes_on(coordinator):
+    second = Coordinator(coordinator.socket)
+    code, stderr = second.stop()
+    assert (code, second.ready_line) == (6, "")
+    assert "already serves" in stderr
+    assert Peer(coordinator.socket).status().sessions != ()
+
+
+def test_of_many_starters_one_wins(path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "coordinator", "serve", "--socket", path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(5)
+    ]
+    lines = [process.stdout.readline() for process in started if process.stdout]
+    assert sorted(bool(line) for line in lines) == [False] * 4 + [True]
+    assert len(Peer(path).status().sessions) == 1
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
+    assert sorted(process.returncode for process in started) == [0, 6, 6, 6, 6]
+
+
+def test_a_stale_socket_file_is_replaced_and_nothing_stays_behind(path):
+    first = Coordinator(path)
+    first.stop(signal.SIGKILL)
+    assert os.path.exists(path)
+    with running(path) as second:
+        assert Peer(second.socket).status().sessions != ()
+    assert not os.path.exists(path) and not os.path.exists(path + ".lock")
+
+
+def test_terminated_it_says_bye_and_ends_its_loaders(path, tmp_path):
+    """A loader that waits for room would live for ever; it is ended and reaped."""
+    coordinator = Coordinator(path, "--ram-budget", "1MiB")
+    peer = Peer(path)
+    peer.publish("held", b"\1" * 900_000)
+    weights = write_safetensors(
+        tmp_path / "w.safetensors", {"w": ("U8", [500_000], bytes(500_000))}
+    )
+    fd = os.open(weights, os.O_RDONLY)
+    peer.send(Acquire(peer.next_rid(), "k", str(weights), "", WAIT_S), [fd])
+    os.close(fd)
+    while not children_of(coordinator.pid):
+        peer.status()
+    (loader,) = children_of(coordinator.pid)
+    pidfd = os.pidfd_open(loader)
+    code, stderr = coordinator.stop()
+    assert code == 0, stderr
+    assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
+    os.close(pidfd)
+    assert peer.expect(Bye) == Bye()
+
+
+def test_drain_waits_for_the_last_lease_then_exits(path):
+    coordinator = Coordinator(path)
+    holder, operator = Peer(path, "holder"), Peer(path, "operator", role="operator")
+    grant = holder.publish("k")
+    os.close(holder.fds[0])
+    operator.send(Drain(operator.next_rid(), WAIT_S))
+    holder.send(Acquire(holder.next_rid(), "new", None, "", WAIT_S))
+    assert holder.expect(Fail).cause.code == "draining"
+    holder.send(Release(grant.gen, grant.rid))
+    assert operator.expect(Done).rid == operator.rid
+    assert operator.expect(Bye) == Bye() and operator.receive() is None
+    assert holder.expect(Bye) == Bye()
+    code, stderr = coordinator.stop()
+    assert code == 0, stderr
+    assert not os.path.exists(path)
+
+
+def test_drain_names_what_is_left_at_its_deadline(coordinator):
+    holder, operator = Peer(coordinator.socket, "holder"), Peer(coordinator.socket, role="operator")
+    holder.publish("k")
+    operator.send(Drain(operator.next_rid(), 0.0))
+    cause = operator.expect(Fail).cause
+    assert cause.code == "drain_incomplete"
+    (left,) = cause.holders
+    assert (left.key, [lease.pid for lease in left.leases]) == ("k", [os.getpid()])
+
+
+def test_out_of_fds_it_pauses_instead_of_spinning_and_recovers(path):
+    """EMFILE at accept: those who wait stay in the backlog until somebody leaves."""
+
+    def few_fds() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    with running(path, preexec_fn=few_fds) as coordinator:
+        first = Peer(path, "first")
+        first.status()
+        crowd = [Peer.connect(path) for _ in range(40)]
+        assert first.status().sessions[0].name == "first"
+        before = _cpu_ticks(coordinator.pid)
+        late = Peer(path, "late")
+        late.send(Status(late.next_rid()))
+        assert select.select([late.channel], [], [], 0.3)[0] == []
+        assert _cpu_ticks(coordinator.pid) - before < 15  # of about 30 that a spin would take
+        for connected in crowd:
+            connected.close()
+        assert "late" in [s.name for s in late.expect(object).report.sessions]
+
+
+def _send_until_full(peer: Peer) -> int:
+    for sent in range(100_000):
+        try:
+            peer.channel.send_frame(b"\0" + encode(Status(peer.next_rid())))
+        except BlockingIOError:
+            return sent
+    raise AssertionError("the coordinator reads without end")
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
