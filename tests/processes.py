@@ -208,6 +208,19 @@ def children_of(pid: int) -> list[int]:
     ]
 
 
+def processes_with(variable: str, value: str) -> list[int]:
+    """Pids of every process that was started with this environment variable."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue  # it ended while we looked, or is somebody else's
+        if f"{variable}={value}".encode() in environment.split(b"\0"):
+            found.append(int(pid))
+    return found
+
+
 def segments_mapped_by(pid: int) -> list[str]:
     """Names of the segments in a process's memory map."""
     maps = Path(f"/proc/{pid}/maps").read_text()

@@ -310,7 +310,7 @@ def test_drain_and_fills(owner):
         world.reserve(gen, 100)
     else:
         rid = world.build(1, "k")
-        gen = world.ticket(1, rid)
+        gen = world.newest()
         if owner == "filling builder":
             world.reserve(gen, 100, session=1)
             world.backed(gen)

@@ -39,6 +39,7 @@ from tests.processes import (
     Peer,
     children_of,
     fds_of,
+    processes_with,
     running,
     write_safetensors,
 )
@@ -318,8 +319,8 @@ def test_a_stale_socket_file_is_replaced_and_nothing_stays_behind(path):
 
 
 def test_terminated_it_says_bye_and_ends_its_loaders(path, tmp_path):
-    """A loader that waits for room would live for ever; it is ended and reaped."""
-    coordinator = Coordinator(path, "--ram-budget", "1MiB")
+    """A loader that waits for room would live for ever; it is ended, and no other is started."""
+    coordinator = Coordinator(path, "--ram-budget", "1MiB", env={**os.environ, "OF_TEST": path})
     peer = Peer(path)
     peer.publish("held", b"\1" * 900_000)
     weights = write_safetensors(
@@ -336,6 +337,7 @@ def test_terminated_it_says_bye_and_ends_its_loaders(path, tmp_path):
     assert code == 0, stderr
     assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
     os.close(pidfd)
+    assert processes_with("OF_TEST", path) == []
     assert peer.expect(Bye) == Bye()
 
 
