@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Protocol, assert_never
 
-from coordinator import backing
+from coordinator import backing, loader
 from coordinator.connection import Connection
 from coordinator.ledger.events import (
     Back,
@@ -132,7 +131,7 @@ class Executor:
     def _start_loader(self, effect: StartLoader) -> None:
         ours, theirs = channel.pair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "coordinator.loader", str(theirs.fileno())]
+        command = loader.command(theirs.fileno())
         try:
             child = Child(self._loop, command, (theirs.fileno(),))
         except OSError as error:
@@ -145,7 +144,7 @@ class Executor:
             self._loop, Channel(ours), self._loader_said(effect.gen), _ignore, self.segments.fd
         )
         # The socket is empty, so this cannot block; if the child is gone already, `ended` tells.
-        fetch = Fetch(effect.gen, effect.key, effect.source)
+        fetch = Fetch(effect.gen, effect.key, effect.source, effect.fingerprint)
         link.send_once(encode(fetch), self._sessions.source(effect.session, effect.rid))
         self._children[effect.gen] = child
         self._links[effect.gen] = link

@@ -58,7 +58,6 @@ _ANCILLARY_BYTES = (
 _DATA_LOST = int(socket.MSG_TRUNC)
 _LOST = _DATA_LOST | int(socket.MSG_CTRUNC)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _PATH_LIMIT_BYTES = 107
 _SO_PEERPIDFD = 77
 
@@ -111,9 +110,9 @@ class Channel:
         try:
             if fds:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-                self.socket.sendmsg([frame], [rights], _NO_SIGNAL)
+                self.socket.sendmsg([frame], [rights])
             else:
-                self.socket.send(frame, _NO_SIGNAL)
+                self.socket.send(frame)
         except BlockingIOError:
             raise
         except OSError as error:

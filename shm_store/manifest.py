@@ -17,7 +17,8 @@ from shm_store.errors import SegmentRefused
 from shm_store.keys import Fingerprint, GenerationId, Key
 from shm_store.layout import PREAMBLE_BYTES
 
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
+NATURAL_LIMIT = 1 << 50
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=NATURAL_LIMIT)]
 
 
 class Kind(enum.IntEnum):

@@ -22,7 +22,7 @@ def open_source(path: str | os.PathLike[str]) -> int:
     name = os.fspath(path)
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. It means nothing to a regular file.
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SourceNotOpened(f"{name}: {reason}", source=name) from error

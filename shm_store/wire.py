@@ -260,11 +260,15 @@ class Bye(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """A loader's ticket: fill `gen` from the source whose opened fd travels with this."""
+    """A loader's ticket: fill `gen` from the source whose opened fd travels with this.
+
+    `fingerprint` is of the file that was asked for: one that has another by now is refused.
+    """
 
     gen: GenerationId
     key: AnyKey
     source: Name
+    fingerprint: Fingerprint
 
 
 FromWorker = Acquire | Cancel | Reserve | Commit | Abort | Release | Flush

@@ -75,7 +75,14 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
         )
     else:
         turn.do(
-            StartLoader(generation.id, request.key, request.source, request.session, request.rid)
+            StartLoader(
+                generation.id,
+                request.key,
+                request.source,
+                request.fingerprint,
+                request.session,
+                request.rid,
+            )
         )
     return generation
 

@@ -149,6 +149,7 @@ class StartLoader:
     gen: GenerationId
     key: Key
     source: str
+    fingerprint: Fingerprint
     session: SessionId
     rid: RequestId
 

@@ -1,0 +1,361 @@
+"""The loader: a short-lived process that fills one segment from one checkpoint file.
+
+    python -P -m coordinator.loader FD
+
+FD is one end of a SEQPACKET pair whose other end the coordinator keeps. The first frame is
+FETCH and the opened file. Then: RESERVE, SPACE and the segment's fd, PROGRESS as it fills, COMMIT.
+A source that cannot be used ends in ABORT with its cause, and exit code 0: the loader did its work.
+
+Rules. It ends with its coordinator: by the kernel's signal, by end of file, by a failed send. It
+volunteers for the out-of-memory killer. It never maps the segment and closes it before COMMIT. It
+starts fast, so it imports little, and never torch. Files are judged by content, not by name.
+
+    Note on the parent's death signal
+    fact: PR_SET_PDEATHSIG fires when the *thread* that started this process ends, not its process
+    consequence: a loader that a pool thread started dies when that thread is let go
+    choice: the coordinator starts loaders from its main thread
+    cost: none; starting takes it about a millisecond
+
+    Note on what a change is
+    fact: renaming another file over the source changes its ctime, and its link count, not its bytes
+    consequence: ctime would refuse the very way in which checkpoints ought to be replaced
+    choice: the fingerprint (inode, size, mtime), as it was asked for, before and after
+    cost: a writer that restores the mtime is not seen
+"""
+
+from __future__ import annotations
+
+import gc
+
+if __name__ == "__main__":
+    # Before the imports: looking for cycles is a tenth of them, and the process is short-lived.
+    gc.disable()
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from coordinator.checkpoint import HEAD_BYTES, LENGTH_BYTES, Checkpoint, header_bytes, parse
+from shm_store.channel import Channel, close_all
+from shm_store.errors import (
+    ConnectionLost,
+    FillFailed,
+    ProtocolViolation,
+    SourceChanged,
+    SourceError,
+    SourceMalformed,
+    WeightCacheError,
+)
+from shm_store.layout import segment_bytes
+from shm_store.manifest import encode_manifest
+from shm_store.segment import write_at, write_manifest
+from shm_store.source import check_regular, fingerprint
+from shm_store.wire import (
+    Abort,
+    Cause,
+    Commit,
+    Fetch,
+    FromLoader,
+    Progress,
+    Reserve,
+    Space,
+    ToLoader,
+    decode,
+    encode,
+    to_loader_decoder,
+)
+
+STEP_BYTES = 32 * 1024 * 1024
+"""So much is copied between two looks at the clock."""
+
+COPY_BUFFER_BYTES = 1024 * 1024
+PROGRESS_PAUSE_S = 0.25
+
+EXIT_DONE = 0
+"""COMMIT, or ABORT with the source's fault, was sent."""
+EXIT_FAILED = 1
+"""The coordinator is gone; or the loader itself failed: ABORT was sent and stderr says why."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def command(fd: int) -> list[str]:
+    """Return the command line of a loader that talks over the inherited `fd`.
+
+    `-P`: a module in the coordinator's working directory must not replace one of ours.
+    """
+    return [sys.executable, "-P", "-m", "coordinator.loader", str(fd)]
+
+
+def main(arguments: list[str]) -> int:
+    """Run as the loader; return the exit code."""
+    # Ctrl-C reaches the whole foreground group; the coordinator decides what its loaders do then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connected = socket.socket(fileno=int(arguments[1]))
+    connected.setblocking(True)
+    channel = Channel(connected)
+    _volunteer()
+    if not _end_with_parent(channel.credentials().pid):
+        return EXIT_FAILED
+    return run(channel)
+
+
+def _volunteer() -> None:
+    """Be the first whom the out-of-memory killer takes."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")
+    except OSError:
+        pass  # No /proc here. The file can be loaded all the same.
+
+
+def _end_with_parent(parent_pid: int) -> bool:
+    """Ask for SIGKILL at the parent's end; say whether the parent is still there.
+
+    Args:
+        parent_pid: who made the socket pair; 0 if it cannot be named in this pid namespace.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # A parent that ended before the line above sends nothing any more.
+    return parent_pid in (0, os.getppid())
+
+
+def run(channel: Channel) -> int:
+    """Serve one FETCH; return the exit code."""
+    try:
+        fetch, source_fd = _receive_fetch(channel)
+        try:
+            return _serve(channel, fetch, source_fd)
+        finally:
+            os.close(source_fd)
+    except ConnectionLost:
+        return EXIT_FAILED
+    except ProtocolViolation:
+        sys.excepthook(*sys.exc_info())
+        return EXIT_FAILED
+
+
+def _serve(channel: Channel, fetch: Fetch, source_fd: int) -> int:
+    try:
+        load(channel, fetch, source_fd)
+    except ConnectionLost:
+        raise
+    except SourceError as error:
+        _send(channel, Abort(fetch.gen, Cause.of(error)))
+    except Exception as error:
+        sys.excepthook(*sys.exc_info())
+        failed = FillFailed(f"{fetch.source}: the loader failed: {_described(error)}")
+        _send(channel, Abort(fetch.gen, Cause.of(failed)))
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _described(error: Exception) -> str:
+    text = error.message if isinstance(error, WeightCacheError) else str(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
+    """Reserve, fill and commit the generation of `fetch`.
+
+    Raises:
+        SourceError: the file cannot be used, or changed. The segment's fd is closed.
+        ConnectionLost: the coordinator is gone.
+    """
+    os.set_blocking(source_fd, True)
+    size_bytes = check_unchanged(source_fd, fetch)
+    checkpoint = read_checkpoint(source_fd, size_bytes, fetch.source)
+    manifest = encode_manifest(checkpoint.manifest)
+    _send(channel, Reserve(fetch.gen, segment_bytes(len(manifest), checkpoint.data_bytes)))
+    segment_fd = _receive_space(channel)
+    try:
+        meter = Meter(
+            checkpoint.copied_bytes(),
+            lambda done, total: _send(channel, Progress(fetch.gen, done, total)),
+        )
+        data_start = write_manifest(segment_fd, manifest)
+        Pump(source_fd, segment_fd, fetch.source).copy(checkpoint, data_start, meter)
+    finally:
+        os.close(segment_fd)
+    check_unchanged(source_fd, fetch)
+    _send(channel, Commit(fetch.gen))
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def _send(channel: Channel, message: FromLoader) -> None:
+    channel.send(encode(message))
+
+
+def _receive(channel: Channel) -> tuple[ToLoader, int]:
+    """Return the next message and its one fd."""
+    received = channel.receive()
+    if received is None:
+        raise ConnectionLost("the coordinator closed the connection")
+    data, fds = received
+    if len(fds) != 1:
+        close_all(fds)
+        raise ProtocolViolation(f"a message to a loader carries one fd, not {len(fds)}")
+    return decode(to_loader_decoder, data), fds[0]
+
+
+def _receive_fetch(channel: Channel) -> tuple[Fetch, int]:
+    message, fd = _receive(channel)
+    if not isinstance(message, Fetch):
+        raise ProtocolViolation(f"a loader's first message is Fetch, not {type(message).__name__}")
+    return message, fd
+
+
+def _receive_space(channel: Channel) -> int:
+    message, fd = _receive(channel)
+    if not isinstance(message, Space):
+        os.close(fd)
+        raise ProtocolViolation(f"a loader waits for Space, not {type(message).__name__}")
+    return fd
+
+
+# --- the source ---------------------------------------------------------------------------------
+
+
+def read_checkpoint(source_fd: int, size_bytes: int, name: str) -> Checkpoint:
+    """Return what an opened file holds.
+
+    Raises:
+        SourceError: it cannot be read, or is not what it should be.
+    """
+    head = _read(source_fd, min(HEAD_BYTES, size_bytes), 0, name)
+    header = _read(source_fd, header_bytes(head, size_bytes, name), LENGTH_BYTES, name)
+    return parse(header, size_bytes, name)
+
+
+def check_unchanged(source_fd: int, fetch: Fetch) -> int:
+    """Return the size of a source that is what was asked for.
+
+    Raises:
+        SourceChanged: it was written to, or cut, since.
+        SourceNotOpened: it is not a regular file.
+    """
+    status = check_regular(source_fd, fetch.source)
+    if fingerprint(status) != fetch.fingerprint:
+        raise SourceChanged(
+            f"{fetch.source}: it changed between being asked for and being read to the end",
+            source=fetch.source,
+        )
+    return status.st_size
+
+
+def _read(fd: int, size: int, offset: int, name: str) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    done = 0
+    while done < size:
+        got = _read_into(fd, view[done:], offset + done, name)
+        if got == 0:
+            raise SourceMalformed(f"{name}: ends at byte {offset + done}", source=name)
+        done += got
+    return bytes(data)
+
+
+def _read_into(fd: int, view: memoryview, offset: int, name: str) -> int:
+    try:
+        return os.preadv(fd, [view], offset)
+    except OSError as error:
+        raise SourceError(
+            f"{name}: reading at byte {offset} failed: {error.strerror}",
+            source=name,
+            remedy="check the disk or the file server that holds it",
+        ) from error
+
+
+# --- the fill -----------------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts copied bytes and reports them: at most every 0.25 s, and at the end."""
+
+    def __init__(
+        self,
+        total_bytes: int,
+        report: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._report = report
+        self._clock = clock
+        self._reported_s = clock()
+
+    def add(self, size_bytes: int) -> None:
+        """Count `size_bytes` more. The report is a send: it fails once the coordinator is gone."""
+        self.done_bytes += size_bytes
+        now = self._clock()
+        if now - self._reported_s >= PROGRESS_PAUSE_S:
+            self._reported_s = now
+            self._report(self.done_bytes, self.total_bytes)
+
+    def finish(self) -> None:
+        """Report how it ended."""
+        self._report(self.done_bytes, self.total_bytes)
+
+
+class Pump:
+    """Copies from an opened file into a backed segment. Owns neither fd.
+
+    `sendfile` first: no byte passes through this process. Where it fails, for whatever reason,
+    reads and writes take over: more file systems allow them (EINVAL, ENOSYS), and they tell a
+    faulty source from a fault here.
+    """
+
+    def __init__(self, source_fd: int, segment_fd: int, name: str) -> None:
+        self._source_fd = source_fd
+        self._segment_fd = segment_fd
+        self._name = name
+        self._buffer: memoryview | None = None
+
+    def copy(self, checkpoint: Checkpoint, data_start: int, meter: Meter) -> None:
+        """Do all copies of `checkpoint`; tensor bytes begin at `data_start` in the segment.
+
+        Raises:
+            SourceChanged: the file ended early.
+            SourceError: the file could not be read.
+        """
+        for copy in checkpoint.copies:
+            done = 0
+            while done < copy.size_bytes:
+                source_offset = copy.source_offset_bytes + done
+                moved = self._move(
+                    source_offset,
+                    data_start + copy.data_offset_bytes + done,
+                    min(copy.size_bytes - done, STEP_BYTES),
+                )
+                if moved == 0:
+                    raise SourceChanged(
+                        f"{self._name}: ended at byte {source_offset} while it was read",
+                        source=self._name,
+                    )
+                done += moved
+                meter.add(moved)
+        meter.finish()
+
+    def _move(self, source_offset: int, segment_offset: int, size: int) -> int:
+        if self._buffer is None:
+            try:
+                # sendfile writes at the position of the fd, which the coordinator never uses.
+                os.lseek(self._segment_fd, segment_offset, os.SEEK_SET)
+                return os.sendfile(self._segment_fd, self._source_fd, source_offset, size)
+            except OSError:
+                self._buffer = memoryview(bytearray(COPY_BUFFER_BYTES))
+        part = self._buffer[: min(size, COPY_BUFFER_BYTES)]
+        got = _read_into(self._source_fd, part, source_offset, self._name)
+        write_at(self._segment_fd, part[:got], segment_offset)
+        return got
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
