@@ -93,7 +93,7 @@ class Connection:
 
     def _readable(self) -> None:
         for _ in range(BURST):
-            if not self.open or self._outgoing or not self._read_one():
+            if not self.open or not self._read_one():
                 return
 
     def _read_one(self) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Protocol, assert_never
 
 from coordinator import backing, loader
@@ -33,14 +36,14 @@ from coordinator.ledger.events import (
     SendSpace,
     StartLoader,
 )
-from coordinator.process_host import Child
+from coordinator.process_host import Child, ended, ending
 from coordinator.segment_table import SegmentTable
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import ProtocolViolation, WeightCacheError
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.manifest import Preamble
-from shm_store.segment import seal
+from shm_store.segment import fix_size, seal
 from shm_store.wire import Fetch, ToSession, decode, encode, loader_decoder
 
 log = logging.getLogger("coordinator")
@@ -63,7 +66,10 @@ class Sessions(Protocol):
 
 
 class Executor:
-    """Owns the children and the segments."""
+    """Owns the children and the segments.
+
+    What takes time is a *job* of its generation: a task, and the child it waits for, if any.
+    """
 
     def __init__(
         self,
@@ -74,11 +80,8 @@ class Executor:
         self._loop = loop
         self._sessions = sessions
         self._feed = feed
-        self._children: dict[GenerationId, Child] = {}
         self._links: dict[GenerationId, Connection] = {}
-        self._sealing: dict[GenerationId, asyncio.Future[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._backing: dict[GenerationId, Child] = {}
+        self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
 
     def perform(self, effect: Effect) -> None:
@@ -92,12 +95,12 @@ class Executor:
                     link.send(message, message.gen)
             case StartLoader():
                 self._start_loader(effect)
-            case Back(gen, size_bytes):
-                self._run(self._back(gen, size_bytes))
+            case Back():
+                self._start_backing(effect)
             case Seal():
-                self._run(self._seal(effect))
+                self._start(effect.gen, self._seal(effect))
             case Free(gen):
-                self._run(self._free(gen))
+                self._start(gen, self._free(gen, dict(self._jobs.get(gen, {}))))
             case Forget(session):
                 self._sessions.forget(session)
             case Exit():
@@ -106,114 +109,120 @@ class Executor:
                 assert_never(effect)
 
     async def close(self) -> None:
-        """End every child, wait for it, and close every segment."""
-        children = [*self._children.values(), *self._backing.values()]
-        for child in children:
-            child.kill()
-        for child in children:
-            await child.ended
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End every child, wait for what is under way, and close every segment."""
+        while jobs := {task: child for work in self._jobs.values() for task, child in work.items()}:
+            await _end(jobs)
         self.segments.close()
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    def _start(
+        self, gen: GenerationId, work: Coroutine[None, None, None], child: Child | None = None
+    ) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        self._jobs.setdefault(gen, {})[task] = child
+        task.add_done_callback(partial(self._done, gen))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _done(self, gen: GenerationId, task: asyncio.Task[None]) -> None:
+        del self._jobs[gen][task]
+        if not self._jobs[gen]:
+            del self._jobs[gen]
         if not task.cancelled() and task.exception() is not None:
-            log.error("an effect failed", exc_info=task.exception())
+            log.error("a job of generation %s failed", gen, exc_info=task.exception())
 
     # --- loaders --------------------------------------------------------------------------------
 
     def _start_loader(self, effect: StartLoader) -> None:
-        ours, theirs = channel.pair()
-        ours.setblocking(False)
-        command = loader.command(theirs.fileno())
+        gen = effect.gen
         try:
-            child = Child(self._loop, command, (theirs.fileno(),))
+            ours, theirs = channel.pair()
+        except OSError as error:
+            self._feed(LoaderEnded(gen, f"could not be started: {error.strerror}"))
+            return
+        ours.setblocking(False)
+        try:
+            child = Child(loader.command(theirs.fileno()), pass_fds=(theirs.fileno(),))
         except OSError as error:
             ours.close()
-            self._feed(LoaderEnded(effect.gen, f"could not be started: {error.strerror}"))
+            self._feed(LoaderEnded(gen, f"could not be started: {error.strerror}"))
             return
         finally:
             theirs.close()
-        link = Connection(
-            self._loop, Channel(ours), self._loader_said(effect.gen), _ignore, self.segments.fd
-        )
-        # The socket is empty, so this cannot block; if the child is gone already, `ended` tells.
-        fetch = Fetch(effect.gen, effect.key, effect.source, effect.fingerprint)
+        receive = partial(self._loader_said, gen)
+        link = Connection(self._loop, Channel(ours), receive, _ignore, self.segments.fd)
+        # The socket is empty, so this cannot block; if the child is gone already, its end tells.
+        fetch = Fetch(gen, effect.key, effect.source, effect.fingerprint)
         link.send_once(encode(fetch), self._sessions.source(effect.session, effect.rid))
-        self._children[effect.gen] = child
-        self._links[effect.gen] = link
-        self._run(self._await_loader(effect.gen, child, link))
+        self._links[gen] = link
+        self._start(gen, self._await_loader(gen, child, link), child)
 
-    def _loader_said(self, gen: GenerationId) -> Callable[[Connection, bytes, list[int]], None]:
-        def receive(link: Connection, data: bytes, fds: list[int]) -> None:
-            channel.close_all(fds)
-            try:
-                message = decode(loader_decoder, data)
-            except ProtocolViolation as error:
-                link.close(error)
-                return
-            self._feed(LoaderSaid(gen, message))
-
-        return receive
+    def _loader_said(
+        self, gen: GenerationId, link: Connection, data: bytes, fds: list[int]
+    ) -> None:
+        channel.close_all(fds)
+        try:
+            message = decode(loader_decoder, data)
+        except ProtocolViolation as error:
+            link.close(error)
+            return
+        self._feed(LoaderSaid(gen, message))
 
     async def _await_loader(self, gen: GenerationId, child: Child, link: Connection) -> None:
-        ending = await child.ended
+        code = await ended(child)
         link.drain_input()
         link.close()
-        del self._children[gen], self._links[gen]
-        self._feed(LoaderEnded(gen, str(ending)))
+        del self._links[gen]
+        self._feed(LoaderEnded(gen, f"ended ({ending(code)})"))
 
     # --- segments -------------------------------------------------------------------------------
 
-    async def _back(self, gen: GenerationId, size_bytes: int) -> None:
+    def _start_backing(self, effect: Back) -> None:
+        gen = effect.gen
         try:
             fd = self.segments.create(gen)
-            child = Child(self._loop, backing.command(fd, size_bytes), (fd,))
+            command = backing.command(fd, effect.size_bytes)
+            child = Child(command, pass_fds=(fd,), stderr=subprocess.PIPE)
         except OSError as error:
             self._feed(BackingRefused(gen, f"no segment could be made: {error.strerror}"))
             return
-        self._backing[gen] = child
-        ending = await child.ended
-        del self._backing[gen]
-        if ending.code == 0:
-            self._feed(Backed(gen))
-        else:
-            self._feed(BackingRefused(gen, backing.reason(ending.code, ending.stderr)))
+        self._start(gen, self._await_backing(gen, fd, child), child)
+
+    async def _await_backing(self, gen: GenerationId, fd: int, child: Child) -> None:
+        code = await ended(child)
+        assert child.process.stderr is not None
+        with child.process.stderr as stderr:
+            said = stderr.read().decode(errors="replace")
+        if code:
+            self._feed(BackingRefused(gen, backing.reason(code, said)))
+            return
+        fix_size(fd)
+        self._feed(Backed(gen))
 
     async def _seal(self, effect: Seal) -> None:
         fd = self.segments.fd(effect.gen)
         assert fd is not None
         preamble = Preamble(effect.gen, effect.key, effect.fingerprint)
-        sealing = self._loop.run_in_executor(None, seal, fd, preamble)
-        self._sealing[effect.gen] = sealing
         try:
-            await sealing
+            await self._loop.run_in_executor(None, seal, fd, preamble)
         except (WeightCacheError, OSError) as error:
-            outcome: Event = SealRefused(effect.gen, str(error))
+            self._feed(SealRefused(effect.gen, str(error)))
         else:
-            outcome = Sealed(effect.gen)
-        del self._sealing[effect.gen]
-        self._feed(outcome)
+            self._feed(Sealed(effect.gen))
 
-    async def _free(self, gen: GenerationId) -> None:
+    async def _free(self, gen: GenerationId, jobs: dict[asyncio.Task[None], Child | None]) -> None:
         """End what still works on the segment, then give it back. Closing gigabytes takes long."""
-        for child in (self._children.get(gen), self._backing.get(gen)):
-            if child is not None:
-                child.kill()
-                await child.ended
-        sealing = self._sealing.get(gen)
-        if sealing is not None:
-            await asyncio.wait([sealing])
+        await _end(jobs)
         fd = self.segments.take(gen)
         if fd is not None:
             await self._loop.run_in_executor(None, os.close, fd)
         self._feed(Freed(gen))
+
+
+async def _end(jobs: dict[asyncio.Task[None], Child | None]) -> None:
+    """Kill the jobs' children and wait for the jobs."""
+    for child in jobs.values():
+        if child is not None:
+            child.send(signal.SIGKILL)
+    if jobs:
+        await asyncio.wait(jobs)
 
 
 def _ignore(link: Connection, reason: WeightCacheError | None) -> None:

@@ -1,6 +1,6 @@
 """The loader: a short-lived process that fills one segment from one checkpoint file.
 
-    python -P -m coordinator.loader FD
+    python -m coordinator.loader FD
 
 FD is one end of a SEQPACKET pair whose other end the coordinator keeps. The first frame is
 FETCH and the opened file. Then: RESERVE, SPACE and the segment's fd, PROGRESS as it fills, COMMIT.
@@ -83,11 +83,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(fd: int) -> list[str]:
-    """Return the command line of a loader that talks over the inherited `fd`.
+    """Return the command line of a loader that talks over the inherited `fd`."""
+    from coordinator.process_host import module_command  # the loader itself has no use for it
 
-    `-P`: a module in the coordinator's working directory must not replace one of ours.
-    """
-    return [sys.executable, "-P", "-m", "coordinator.loader", str(fd)]
+    return [*module_command("coordinator.loader"), str(fd)]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,13 @@
-"""The coordinator's own short-lived children: started, watched by pidfd, ended, reaped.
+"""Processes that we start: signalled through their pidfds, reaped once, and how they ended.
 
-Note on the parent-death signal
-fact: PR_SET_PDEATHSIG fires when the *thread* that started the child ends
-consequence: a child started from a pool thread could die with that thread
-choice: children are started on the event loop's thread, which lives as long as the process
-cost: a millisecond of the loop per start
+The coordinator's loaders and backing children, and what `launch` runs. A pidfd is readable once its
+process has ended: with `selectors` in the supervisor, through `ended` on an event loop.
+
+    Note on the parent-death signal
+    fact: PR_SET_PDEATHSIG fires when the *thread* that started the child ends
+    consequence: a loader started from a pool thread could die with that thread
+    choice: children are started on the event loop's thread, which lives as long as the process
+    cost: a millisecond of the loop per start
 """
 
 from __future__ import annotations
@@ -13,58 +16,96 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 
 class Child:
-    """One running child. `ended` resolves to how it ended, once, after it was reaped."""
+    """A process that was started here."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, command: Sequence[str], fds: Sequence[int]
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        stdin: int | None = subprocess.DEVNULL,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        env: Mapping[str, str] | None = None,
+        own_group: bool = False,
     ) -> None:
-        """Start `command` with `fds` inherited under their own numbers.
+        """Start `command`. Arguments as those of `subprocess.Popen`.
+
+        Args:
+            own_group: signals to our process group, as from a terminal, do not reach it.
 
         Raises:
-            OSError: it could not be started (EAGAIN, EMFILE, ENOMEM).
+            OSError: it cannot be started; nothing runs.
         """
-        self._loop = loop
-        self._process = subprocess.Popen(
-            command, pass_fds=fds, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=pass_fds,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            process_group=0 if own_group else None,
         )
         try:
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:
-            self._process.kill()
-            self._process.communicate()
+            self.process.kill()
+            self.process.wait()
             raise
-        self.ended: asyncio.Future[Ending] = loop.create_future()
-        loop.add_reader(self._pidfd, self._reap)
 
-    def kill(self) -> None:
-        """SIGKILL it, if it still runs. `ended` follows."""
-        if not self.ended.done():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+    def send(self, number: int) -> None:
+        """Send a signal, if it has not ended."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except OSError:
+            pass  # it has ended, and its end is on the way to us or was there already
 
-    def _reap(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        _, stderr = self._process.communicate()
-        self.ended.set_result(Ending(self._process.returncode, stderr.strip()))
-
-
-class Ending:
-    """How a child ended: its return code as `subprocess` gives it, and what it said last."""
-
-    def __init__(self, code: int, stderr: str) -> None:
-        self.code = code
-        self.stderr = stderr
-
-    def __str__(self) -> str:
-        if self.code < 0:
-            how = f"was ended by {signal.Signals(-self.code).name}"
-        else:
-            how = f"ended with exit code {self.code}"
-        return f"{how}: {self.stderr.splitlines()[-1]}" if self.stderr else how
+    def reap(self) -> int:
+        """Return how it ended, as `subprocess` says it. Call once, when it has ended or will."""
+        code = self.process.wait()
+        os.close(self.pidfd)
+        self.pidfd = -1
+        return code
 
 
-Spawn = Callable[[Sequence[str], Sequence[int]], Child]
+async def ended(child: Child) -> int:
+    """Wait on the event loop until `child` has ended, reap it, and return how it ended."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(child.pidfd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(child.pidfd)
+    return child.reap()
+
+
+def exit_code(code: int) -> int:
+    """Return the exit code that stands for how a process ended: 128 + N for signal N."""
+    return code if code >= 0 else 128 - code
+
+
+def ending(code: int) -> str:
+    """Say in words how a process ended."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"by signal {-code}"
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command that runs one of our modules in a process of its own.
+
+    `python -m` looks into the working directory first, where a user may have a folder of the same
+    name. That is wanted only when we were imported from there ourselves.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    safe = [] if os.path.realpath(root) == os.path.realpath(os.getcwd()) else ["-P"]
+    return [sys.executable, *safe, "-m", module]

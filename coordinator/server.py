@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import time
 from dataclasses import dataclass
 
@@ -33,19 +34,18 @@ from coordinator.memory import default_ram_budget_bytes
 from shm_store import channel, source
 from shm_store.channel import Channel
 from shm_store.errors import (
+    ArgumentRefused,
     CoordinatorRunning,
     PeerForbidden,
     ProtocolViolation,
-    SourceNotOpened,
     VersionMismatch,
     WeightCacheError,
 )
-from shm_store.keys import Fingerprint, GenerationId, RequestId, SessionId
+from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.wire import (
     VERSION,
     Acquire,
     Bye,
-    Cause,
     Fail,
     FromSession,
     Grant,
@@ -59,6 +59,8 @@ from shm_store.wire import (
 log = logging.getLogger("coordinator")
 
 EMFILE_PAUSE_S = 1.0
+MESSAGE_LIMIT_BYTES = 1 << 20
+"""What a session may say at once: far more than it has to."""
 
 
 @dataclass(slots=True)
@@ -160,7 +162,11 @@ class Server:
             return
         accepted.setblocking(False)
         connection = Connection(
-            self._loop, Channel(accepted), self._received, self._lost, self._executor.segments.fd
+            self._loop,
+            Channel(accepted, limit_bytes=MESSAGE_LIMIT_BYTES),
+            self._received,
+            self._lost,
+            self._executor.segments.fd,
         )
         uid = connection.channel.credentials().uid
         if uid not in self._allowed_uids:
@@ -212,16 +218,13 @@ class Server:
         if not isinstance(message, Acquire) or message.source is None:
             self.feed(Said(session, message))
             return
-        try:
-            status = source.check_regular(fds[0], message.source)
-        except SourceNotOpened as error:
-            self.send(session, Fail(message.rid, Cause.of(error)), None)
-            return
+        # Whether it is a file at all, its loader says.
+        fingerprint = source.fingerprint(os.fstat(fds[0]))
         request = (session, message.rid)
         if request in self._sources:
             return  # a replay: its first copy has not been answered yet
         self._sources[request] = fds.pop()
-        self.feed(Said(session, message, Fingerprint(source.fingerprint(status))))
+        self.feed(Said(session, message, fingerprint))
         if request not in self.ledger.requests:
             self._close_source(*request)
 
@@ -270,13 +273,16 @@ def serve(config: Config) -> int:
 
     Raises:
         CoordinatorRunning: another coordinator has this socket.
-        ArgumentRefused: the socket's path is too long.
+        ArgumentRefused: the socket's path is too long, or something else has this name, or that
+            of its lock.
     """
     logging.basicConfig(format="weight-cache: %(message)s", level=logging.INFO)
     _raise_fd_limit()
+    # Were it inherited as ignored, the kernel would reap our children and keep their exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     lock = _lock(config.socket)
     try:
-        _unlink(config.socket)  # we hold the lock, so whoever bound it is gone
+        _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
         listener = channel.listen(config.socket)
         limit = config.ram_budget_bytes
         if limit is None:
@@ -284,9 +290,9 @@ def serve(config: Config) -> int:
         try:
             asyncio.run(_serve(config.socket, listener, limit))
         finally:
-            _unlink(config.socket)
+            _unlink_socket(config.socket)
     finally:
-        _unlink(_lock_path(config.socket))
+        os.unlink(_lock_path(config.socket))
         os.close(lock)
     return 0
 
@@ -315,7 +321,7 @@ def _lock(path: str) -> int:
         try:
             lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise CoordinatorRunning(
+            raise ArgumentRefused(
                 f"{_lock_path(path)} cannot be opened: {error.strerror}",
                 remedy="choose a --socket in a folder that exists and is yours",
             ) from error
@@ -324,6 +330,11 @@ def _lock(path: str) -> int:
         except BlockingIOError:
             os.close(lock)
             raise CoordinatorRunning(f"a coordinator already serves {path}") from None
+        if os.fstat(lock).st_size:
+            os.close(lock)  # ours is empty, and is removed at the end
+            raise ArgumentRefused(
+                f"{_lock_path(path)} exists and is no lock", remedy="choose another --socket"
+            )
         if _is_at(lock, _lock_path(path)):
             return lock
         os.close(lock)  # the previous owner unlinked it between our open and our lock
@@ -336,8 +347,17 @@ def _is_at(fd: int, path: str) -> bool:
         return False
 
 
-def _unlink(path: str) -> None:
+def _unlink_socket(path: str) -> None:
+    """Remove a socket that its owner left behind, and nothing else: paths are typed by people.
+
+    Raises:
+        ArgumentRefused: something that is no socket has this name.
+    """
     try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ArgumentRefused(
+                f"{path} exists and is no socket", remedy="choose another --socket"
+            )
         os.unlink(path)
     except FileNotFoundError:
         pass  # nobody left one behind

@@ -126,6 +126,18 @@ def test_a_builder_that_lies_about_who_it_is_is_overruled(coordinator):
     assert segment.read_preamble(peer.fds[0]).key == "mine"
 
 
+def test_a_filler_cannot_grow_its_segment(coordinator):
+    """What was charged is what there is: to the page, while it is filled."""
+    peer = Peer(coordinator.socket)
+    fd = peer.space(peer.ticket("k").gen, 8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 1 << 20)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 1 << 20)
+    assert ledger_bytes(peer) == coordinator.segment_blocks() == 8192
+    os.close(fd)
+
+
 def test_an_aborted_build_gives_its_bytes_back(coordinator):
     peer = Peer(coordinator.socket)
     ticket = peer.ticket("k")
@@ -218,6 +230,43 @@ def test_fds_that_nobody_asked_for_close_the_connection_and_do_not_leak(coordina
     assert len(fds_of(coordinator.pid)) == before
     os.close(read)
     os.close(write)
+
+
+def test_a_source_that_nobody_waits_for_any_more_is_closed(path, tmp_path):
+    """A connection that goes while its request waits takes its fd with it."""
+    with running(path, "--ram-budget", "1MiB") as coordinator:
+        pid = coordinator.pid
+        other, waiter = Peer(path, "other"), Peer(path, "waiter")
+        other.publish("held", b"\1" * 1_000_000)
+        before = fds_of(pid)
+        large = write_safetensors(
+            tmp_path / "l.safetensors", {"w": ("U8", [900000], bytes(900000))}
+        )
+        fd = os.open(large, os.O_RDONLY)
+        waiter.send(Acquire(waiter.next_rid(), "k", str(large), "", WAIT_S), [fd])
+        os.close(fd)
+        while str(large) not in fds_of(pid).values():
+            other.status()
+        waiter.close()
+        while len(other.status().sessions) > 1 or children_of(pid):
+            pass
+        assert str(large) not in fds_of(pid).values()
+        assert len(fds_of(pid)) < len(before)
+
+
+def test_freed_means_that_nothing_works_on_the_segment_any_more(path):
+    """The backing child has the fd, too: FREED while it works would be a lie to the page."""
+    with running(path, "--ram-budget", "600MiB") as coordinator:
+        peer = Peer(path)
+        ticket = peer.ticket("k")
+        peer.send(Reserve(ticket.gen, 512 << 20))
+        while not children_of(coordinator.pid):
+            pass
+        peer.send(Abort(ticket.gen))
+        assert peer.expect(Fail).cause.code == "cancelled"
+        peer.flush()
+        assert children_of(coordinator.pid) == []
+        assert ledger_bytes(peer) == coordinator.segment_blocks() == 0
 
 
 def test_a_directory_behind_the_fd_is_refused_by_the_coordinator_too(coordinator, tmp_path):
@@ -318,6 +367,38 @@ def test_a_stale_socket_file_is_replaced_and_nothing_stays_behind(path):
     assert not os.path.exists(path) and not os.path.exists(path + ".lock")
 
 
+@pytest.mark.parametrize("suffix", ["", ".lock"])
+def test_a_file_of_somebody_elses_is_never_removed(path, suffix):
+    """Paths are typed by people: `--socket precious.txt` must cost them nothing."""
+    Path(path + suffix).write_text("precious")
+    code, stderr = Coordinator(path).stop()
+    assert code == 2 and "Traceback" not in stderr, stderr
+    assert Path(path + suffix).read_text() == "precious"
+    assert os.path.exists(path) == (suffix == "")
+
+
+def test_a_folder_that_does_not_exist_is_an_error_of_the_argument(path):
+    code, stderr = Coordinator(os.path.join(path, "no", "c.sock")).stop()
+    assert code == 2 and "Traceback" not in stderr, stderr
+
+
+def test_a_child_whose_end_was_ignored_by_a_parent_is_still_seen(path, tmp_path):
+    """With SIGCHLD ignored the kernel reaps children itself, and a failed one looks well."""
+
+    def deaf() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        # Backing more than this fails, with SIGXFSZ or EFBIG.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    with running(path, preexec_fn=deaf) as coordinator:
+        peer = Peer(coordinator.socket)
+        ticket = peer.ticket("k")
+        peer.send(Reserve(ticket.gen, 2 << 20))
+        assert peer.expect(Fail).cause.code == "backing_failed"
+        peer.flush()
+        assert ledger_bytes(peer) == coordinator.segment_blocks() == 0
+
+
 def test_terminated_it_says_bye_and_ends_its_loaders(path, tmp_path):
     """A loader that waits for room would live for ever; it is ended, and no other is started."""
     coordinator = Coordinator(path, "--ram-budget", "1MiB", env={**os.environ, "OF_TEST": path})
@@ -390,11 +471,11 @@ def test_out_of_fds_it_pauses_instead_of_spinning_and_recovers(path):
 
 
 def _send_until_full(peer: Peer) -> int:
+    """Send until the coordinator takes no more; how many it took."""
     for sent in range(100_000):
-        try:
-            peer.channel.send_frame(b"\0" + encode(Status(peer.next_rid())))
-        except BlockingIOError:
+        if not select.select([], [peer.channel], [], 0.5)[1]:
             return sent
+        peer.channel.send_frame(b"\0" + encode(Status(peer.next_rid())))
     raise AssertionError("the coordinator reads without end")
 
 

@@ -1,0 +1,275 @@
+"""Every command of `weight-cache`, each a thin reading of its arguments.
+
+An expected failure leaves as its typed error: `cli.main` shows it and exits with its code. What a
+single command needs is imported there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli import run_coordinator
+from shm_store.errors import ArgumentRefused
+from shm_store.keys import parse_key
+from shm_store.paths import socket_path
+
+if TYPE_CHECKING:
+    from coordinator.operator import Operator
+
+EXIT_CODES = """\
+\b
+Exit codes:
+  0  done
+  1  an error without a class of its own
+  2  wrong arguments, or weights that are in use
+  3  the checkpoint file cannot be used
+  4  no room, no memory, or not done in time
+  5  the process at the other end is at fault
+  6  no coordinator answers, or it went away
+  7  this system lacks something
+  130  interrupted
+`launch` exits with the code of the first worker that fails (128 + N for signal N)."""
+
+TIMEOUT_LIMIT_S = 1e9
+DRAIN_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 300.0
+
+LONG_LIVED = ("serve", "launch")
+"""Commands that outlive the reader of their output."""
+
+Key = Annotated[str, typer.Argument(help="Name of the weights.")]
+Socket = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="The coordinator's socket. Default: WEIGHT_CACHE_SOCKET, else the user's own.",
+        show_default=False,
+    ),
+]
+RamBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Limit of the memory for weights, such as 20GiB. Default: half of what may be used.",
+        show_default=False,
+    ),
+]
+
+app = typer.Typer(
+    name="weight-cache",
+    help="One copy of the model weights per host, whatever crashes.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("shm-weight-cache")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    print(f"weight-cache {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _before(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand not in LONG_LIVED:
+        # `weight-cache status | head -1` ends as other commands do, without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+@app.command()
+def serve(socket: Socket = None, ram_budget: RamBudget = None) -> None:
+    """Run a coordinator in the foreground until it is drained."""
+    sys.exit(run_coordinator(socket, ram_budget))
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def launch(
+    command: Annotated[
+        list[str], typer.Argument(metavar="CMD", help="The worker's command and arguments.")
+    ],
+    workers: Annotated[int, typer.Option(min=1, max=4096, help="How many to start.")] = 1,
+    socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Default: a private one for this group.", show_default=False
+        ),
+    ] = None,
+    ram_budget: RamBudget = None,
+    grace: Annotated[
+        float, typer.Option(metavar="S", help="Seconds between asking workers to end and KILL.")
+    ] = 10.0,
+) -> None:
+    """Start a coordinator and N workers that run CMD.
+
+    They end together. Workers find WEIGHT_CACHE_SOCKET, WEIGHT_CACHE_RANK and
+    WEIGHT_CACHE_WORLD_SIZE in their environment. Signals are passed on to them. INT and TERM ask
+    the group to end; the second one kills.
+    """
+    from coordinator import supervisor
+    from coordinator.memory import parse_size
+
+    if ram_budget is not None:
+        parse_size(ram_budget)
+    plan = supervisor.Plan(
+        command=tuple(command),
+        workers=workers,
+        socket=socket,
+        ram_budget=ram_budget,
+        grace_s=_seconds(grace),
+    )
+    sys.exit(supervisor.launch(plan))
+
+
+@app.command()
+def status(
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Say what is held, by whom, and what it costs."""
+    path = socket_path(socket)
+    with _operator(path, "status") as operator:
+        report = operator.status()
+    if json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        from coordinator.display import show_status
+
+        show_status(report, path)
+
+
+@app.command()
+def load(
+    key: Key,
+    source: Annotated[str, typer.Argument(help="Path of a .safetensors file.")],
+    pin: Annotated[bool, typer.Option("--pin", help="Protect it from eviction.")] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Give up after S seconds without progress.")
+    ] = LOAD_TIMEOUT_S,
+    socket: Socket = None,
+) -> None:
+    """Load weights from a file, for workers to find them ready."""
+    from coordinator.display import LoadProgress, size_text
+    from shm_store.source import open_source
+
+    name = parse_key(key)
+    timeout_s = _seconds(timeout)
+    started_s = time.monotonic()
+    with _operator(socket_path(socket), "load") as operator:
+        source_fd = open_source(source)
+        try:
+            with LoadProgress(key) as progress:
+                granted = operator.acquire(name, source, source_fd, timeout_s, progress.update)
+        finally:
+            os.close(source_fd)
+        if pin:
+            operator.pin(name)  # while it is leased: nothing can evict it in between
+        operator.release(granted)
+        operator.flush()
+    took_s = time.monotonic() - started_s
+    print(f"{key}: generation {granted.gen}, {size_text(granted.size_bytes)}, {took_s:.2f} s")
+
+
+@app.command()
+def evict(
+    key: Annotated[
+        str | None, typer.Argument(help="Name of the weights.", show_default=False)
+    ] = None,
+    idle: Annotated[bool, typer.Option("--idle", help="All that nobody leases.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Free weights that nobody leases, and their memory."""
+    if (key is None) == (not idle):
+        raise ArgumentRefused("evict takes a KEY, or else --idle")
+    name = None if key is None else parse_key(key)
+    with _operator(socket_path(socket), "evict") as operator:
+        gone = operator.evict(name)
+        operator.flush()
+    print("\n".join(f"evicted {key}" for key in gone) or "nothing to evict")
+
+
+@app.command()
+def pin(key: Key, socket: Socket = None) -> None:
+    """Protect weights from eviction, now and when they are loaded again."""
+    name = parse_key(key)
+    with _operator(socket_path(socket), "pin") as operator:
+        operator.pin(name)
+    print(f"pinned {key}")
+
+
+@app.command()
+def unpin(key: Key, socket: Socket = None) -> None:
+    """Take a pin back."""
+    name = parse_key(key)
+    with _operator(socket_path(socket), "unpin") as operator:
+        was_pinned = operator.unpin(name)
+    print(f"unpinned {key}" if was_pinned else f"{key} was not pinned")
+
+
+@app.command()
+def drain(
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds to wait for those who hold weights.")
+    ] = DRAIN_TIMEOUT_S,
+    socket: Socket = None,
+) -> None:
+    """Take no new work, wait until nothing is held, and end it.
+
+    At the deadline it says who still holds what; the coordinator then goes on draining.
+    """
+    timeout_s = _seconds(timeout)
+    with _operator(socket_path(socket), "drain") as operator:
+        operator.drain(timeout_s)
+    print("the coordinator has ended")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def demo(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[--json]", show_default=False)
+    ] = None,
+) -> None:
+    """Show two processes that share one copy of a real model."""
+    from coordinator.process_host import module_command
+
+    command = [*module_command("gpu_worker.demo"), *(arguments or ())]
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def _operator(path: str, command: str) -> Operator:
+    from coordinator.operator import Operator
+
+    return Operator.connect(path, command)
+
+
+def _seconds(seconds: float) -> float:
+    if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # false for nan
+        raise ArgumentRefused(f"{seconds} is no time to wait", remedy="give seconds, 0 or more")
+    return seconds

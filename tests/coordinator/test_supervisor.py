@@ -1,0 +1,394 @@
+"""`weight-cache launch` with real processes: they start and end together, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.process_host import ending, exit_code
+from shm_store.wire import Grant
+from tests.processes import ROOT, WAIT_S, Peer, children_of, running, write_safetensors
+
+pytestmark = pytest.mark.process
+
+PREAMBLE = """
+import os, signal, sys
+def say(*words):  # in one write: several workers share the pipe
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+HELLO = "say('up', os.environ['WEIGHT_CACHE_RANK'], os.getpid())"
+IGNORING = """
+import os, signal, sys
+signal.signal(int(sys.argv[1]), signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+WAITS = "signal.pause()"
+"""A worker that ends by whatever signal comes."""
+
+
+class Launched:
+    """A running `launch` whose workers are Python code; each says `up RANK PID` when it is."""
+
+    def __init__(self, folder: Path, *options: str, worker: str, ignored: int = 0) -> None:
+        command = [sys.executable, "-m", "coordinator", "launch", *options, "--"]
+        command += [sys.executable, "-c", PREAMBLE + worker]
+        if ignored:
+            command = [sys.executable, "-c", IGNORING, str(ignored), *command]
+        inherited = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**inherited, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        )
+        self.folder = folder
+        self.lines: list[str] = []
+        self.family: set[int] = set()
+
+    def line(self) -> str:
+        """The next line of any worker. By then the coordinator and that worker run."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().rstrip("\n")
+        assert line, self.process.stderr and self.process.stderr.read()
+        return line
+
+    def up(self, count: int) -> dict[int, int]:
+        """Wait until `count` workers are up; return rank to pid."""
+        found = {}
+        for _ in range(count):
+            word, rank, pid = self.line().split()
+            assert word == "up"
+            found[int(rank)] = int(pid)
+        self.family |= set(children_of(self.process.pid))
+        return found
+
+    def coordinator(self, workers: dict[int, int]) -> int:
+        (pid,) = set(children_of(self.process.pid)) - set(workers.values())
+        return pid
+
+    def socket(self) -> str:
+        (folder,) = self.folder.glob("weight-cache-*")
+        return str(folder / "coordinator.sock")
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, list[str], str]:
+        """Wait for its end; return exit code, further lines and stderr. Nothing may be left."""
+        out, err = self.process.communicate(timeout=WAIT_S)
+        assert "Traceback" not in err, err
+        assert list(self.folder.glob("weight-cache-*")) == []
+        assert [pid for pid in self.family if Path(f"/proc/{pid}").exists()] == []
+        return self.process.returncode, out.splitlines(), err
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    started = []
+
+    def launch(*options: str, worker: str, ignored: int = 0) -> Launched:
+        started.append(Launched(tmp_path, *options, worker=worker, ignored=ignored))
+        return started[-1]
+
+    yield launch
+    Peer.close_all()
+    for launched in started:
+        if launched.process.poll() is None:  # the test failed: end what it left, by its pids
+            for pid in children_of(launched.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            launched.process.kill()
+            launched.process.communicate()
+
+
+def test_workers_find_their_socket_rank_and_world_size(launch):
+    launched = launch(
+        "--workers",
+        "3",
+        "--ram-budget",
+        "5MiB",
+        worker="""
+names = ("SOCKET", "RANK", "WORLD_SIZE")
+import json; say(json.dumps([os.environ[f"WEIGHT_CACHE_{name}"] for name in names]))
+from coordinator.operator import Operator
+with Operator.connect(os.environ["WEIGHT_CACHE_SOCKET"], "test") as operator:
+    assert operator.status().pools[0].limit_bytes == 5 << 20
+""",
+    )
+    code, lines, err = launched.end()
+    assert code == 0, err
+    found = [json.loads(line) for line in lines]
+    assert sorted(rank for _, rank, _ in found) == ["0", "1", "2"]
+    assert {size for _, _, size in found} == {"3"}
+    (socket,) = {socket for socket, _, _ in found}
+    assert os.path.isabs(socket)
+    assert f"weight-cache: ready on {socket} (ram budget {5 << 20} bytes)" in err
+
+
+def test_the_private_socket_is_for_this_user_alone_and_groups_do_not_meet(launch):
+    one = launch(worker=f"{HELLO}; {WAITS}")
+    first = one.up(1)
+    folder = os.path.dirname(one.socket())
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    other = launch(worker=f"{HELLO}; {WAITS}")
+    second = other.up(1)
+    sockets = {str(path) for path in one.folder.glob("weight-cache-*/coordinator.sock")}
+    assert len(sockets) == 2
+    assert one.coordinator(first) != other.coordinator(second)
+    for launched in (one, other):
+        launched.send(signal.SIGTERM)
+    for launched in (one, other):
+        assert launched.process.wait(WAIT_S) == 143
+    one.end(), other.end()
+
+
+def test_the_first_failure_ends_the_others_and_gives_the_exit_code(launch):
+    launched = launch(
+        "--workers",
+        "3",
+        worker=f"""
+def leave(*_):
+    say("told")
+    sys.exit(9)
+signal.signal(signal.SIGTERM, leave)
+if os.environ["WEIGHT_CACHE_RANK"] == "1":
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+else:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+{HELLO}
+while True:
+    signal.pause()
+""",
+    )
+    workers = launched.up(3)
+    launched.send(signal.SIGUSR1)
+    code, lines, err = launched.end()
+    assert (code, lines) == (3, ["told", "told"])
+    assert f"worker {workers[1]} ended (exit code 3)" in err
+
+
+def test_exit_codes_are_known_although_a_parent_ignored_its_children(launch):
+    """Whoever ignores CHLD hands that on, and the kernel then forgets how children end."""
+    launched = launch(worker="sys.exit(3)", ignored=int(signal.SIGCHLD))
+    assert launched.end()[0] == 3
+
+
+def test_every_end_can_be_put_into_words():
+    assert ending(3) == "exit code 3"
+    assert ending(-signal.SIGKILL) == "by SIGKILL"
+    assert ending(-40) == "by signal 40"  # a real-time signal: no name
+    assert [exit_code(0), exit_code(3), exit_code(-9)] == [0, 3, 137]
+
+
+def test_a_worker_does_not_wait_for_the_terminal(tmp_path):
+    """In a process group of its own it could not read it; it finds the end of file at once."""
+    terminal, stdin = os.openpty()
+    done = run_launch(tmp_path, sys.executable, "-c", "import sys; sys.stdin.read()", stdin=stdin)
+    os.close(terminal)
+    os.close(stdin)
+    assert done.returncode == 0
+
+
+def test_a_death_by_signal_gives_128_and_the_signal(launch):
+    launched = launch("--workers", "2", worker=f"{HELLO}; {WAITS}")
+    workers = launched.up(2)
+    os.kill(workers[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 128 + signal.SIGKILL
+    assert f"worker {workers[0]} ended (by SIGKILL)" in err
+
+
+def test_a_worker_that_does_not_end_is_killed_after_the_grace(launch):
+    launched = launch(
+        "--workers",
+        "2",
+        "--grace",
+        "0.3",
+        worker=f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))
+{HELLO}
+while True:
+    signal.pause()
+""",
+    )
+    workers = launched.up(2)
+    os.kill(workers[0], signal.SIGUSR1)
+    assert launched.end()[0] == 4
+
+
+def test_signals_reach_every_worker_and_a_graceful_end_is_a_success(launch):
+    launched = launch(
+        "--workers",
+        "2",
+        worker=f"""
+def tell(number, _):
+    say("got", signal.Signals(number).name)
+for name in ("HUP", "QUIT", "USR1", "USR2", "INT"):
+    signal.signal(getattr(signal, "SIG" + name), tell)
+def leave(*_):
+    say("got SIGTERM")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+{HELLO}
+while True:
+    signal.pause()
+""",
+    )
+    launched.up(2)
+    for name in ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+        launched.send(getattr(signal, name))
+        assert [launched.line(), launched.line()] == [f"got {name}"] * 2
+    launched.send(signal.SIGTERM)
+    code, lines, _ = launched.end()
+    assert (code, lines) == (0, ["got SIGTERM"] * 2)
+
+
+def test_an_interrupt_ends_the_group_once(launch):
+    """Workers hear INT once, also from a terminal: they are in process groups of their own."""
+    launched = launch(
+        "--workers",
+        "2",
+        worker=f"""
+assert os.getpgid(0) == os.getpid()
+try:
+    {HELLO}
+    signal.pause()
+except KeyboardInterrupt:
+    sys.exit(130)
+""",
+    )
+    launched.up(2)
+    launched.send(signal.SIGINT)
+    assert launched.end()[0] == 130
+
+
+def test_a_second_request_to_end_kills(launch):
+    launched = launch(
+        "--workers",
+        "2",
+        worker=f"""
+def tell(*_):
+    say("still here")
+signal.signal(signal.SIGTERM, tell)
+{HELLO}
+while True:
+    signal.pause()
+""",
+    )
+    launched.up(2)
+    launched.send(signal.SIGTERM)
+    assert [launched.line(), launched.line()] == ["still here"] * 2
+    launched.send(signal.SIGTERM)
+    code, lines, _ = launched.end()
+    assert (code, lines) == (128 + signal.SIGTERM, [])
+
+
+def test_what_was_ignored_stays_ignored(launch):
+    """As under nohup: HUP ends neither the group nor a worker."""
+    launched = launch(worker=f"{HELLO}; {WAITS}", ignored=int(signal.SIGHUP))
+    (pid,) = launched.up(1).values()
+    launched.send(signal.SIGHUP)
+    os.kill(pid, signal.SIGHUP)
+    launched.send(signal.SIGTERM)
+    assert launched.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_lost_coordinator_ends_the_workers_and_is_named(launch):
+    launched = launch("--workers", "2", worker=f"{HELLO}; {WAITS}")
+    workers = launched.up(2)
+    os.kill(launched.coordinator(workers), signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 6
+    assert "the coordinator ended (by SIGKILL), so its workers end too" in err
+
+
+def test_a_coordinator_that_cannot_start_starts_no_worker(launch, tmp_path):
+    with running(str(tmp_path / "c.sock"), "--ram-budget", "1MiB") as other:
+        launched = launch("--socket", other.socket, worker=HELLO)
+        code, lines, err = launched.end()
+        assert (code, lines) == (6, [])
+        assert "already serves" in err
+        assert Peer(other.socket).status().pools[0].limit_bytes == 1 << 20
+
+
+def test_a_given_socket_is_used_and_gone_at_the_end(launch, tmp_path):
+    path = tmp_path / "c.sock"
+    launched = launch("--socket", str(path), worker="print(os.environ['WEIGHT_CACHE_SOCKET'])")
+    assert launched.end()[:2] == (0, [str(path)])
+    assert not path.exists()
+
+
+def run_launch(
+    folder: Path, *command: str, stdin: int = subprocess.DEVNULL
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", "launch", "--workers", "2", *command],
+        check=False,
+        stdin=stdin,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder / "gone")},
+    )
+    assert "Traceback" not in done.stderr
+    assert list(folder.glob("weight-cache-*")) == []
+    return done
+
+
+def test_a_command_that_cannot_be_started_is_the_callers_fault(tmp_path):
+    """Found, executable, and still nothing the kernel can run; and one that is not there at all."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    done = run_launch(tmp_path, str(broken))
+    assert done.returncode == 2 and "cannot be started: No such file" in done.stderr
+    done = run_launch(tmp_path, "no-such-command")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "weight-cache: 'no-such-command' is no command that can be run\n",
+    )
+
+
+@pytest.mark.parametrize("marker", [[], ["--"]], ids=["plain", "marked"])
+def test_the_workers_options_are_the_workers(tmp_path, marker):
+    done = run_launch(tmp_path, *marker, "echo", "--workers", "9", "--help")
+    assert (done.returncode, done.stdout) == (0, "--workers 9 --help\n" * 2)
+
+
+def test_an_interrupt_while_the_coordinator_starts_ends_it(launch):
+    """INT before the coordinator is ready: nothing fails, nothing is left."""
+    launched = launch(worker=HELLO)
+    while not (children := children_of(launched.process.pid)):
+        assert launched.process.poll() is None
+    launched.family |= set(children)
+    launched.send(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "worker" not in err
+
+
+def test_what_an_outsider_holds_delays_the_end_by_the_grace_and_is_named(launch, tmp_path):
+    """The group's own work succeeded, so the exit code is 0."""
+    weights = write_safetensors(tmp_path / "w", {"w": ("U8", [5000], bytes(5000))})
+    leaves = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))"
+    launched = launch("--grace", "0.3", worker=f"{leaves}; {HELLO}; {WAITS}")
+    launched.up(1)
+    outsider = Peer(launched.socket())
+    assert isinstance(outsider.load("mine", weights), Grant)
+    os.close(*outsider.fds)
+    launched.send(signal.SIGUSR1)
+    code, _, err = launched.end()
+    assert code == 0
+    assert re.search(r"1 generation\(s\) are still held", err)
+    assert f"pid {os.getpid()} (" in err
