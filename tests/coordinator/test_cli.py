@@ -55,17 +55,6 @@ BUDGET_BYTES = 1 << 20
 SIZE = 300_000
 
 
-@pytest.fixture(autouse=True)
-def _peers_closed():
-    yield
-    Peer.close_all()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "c.sock")
-
-
 @pytest.fixture
 def coordinator(path: str):
     with running(path, "--ram-budget", "1MiB") as started:

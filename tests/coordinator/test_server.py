@@ -47,17 +47,6 @@ from tests.processes import (
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(autouse=True)
-def _peers_closed():
-    yield
-    Peer.close_all()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "c.sock")
-
-
 @pytest.fixture
 def coordinator(path: str):
     with running(path, "--ram-budget", "64MiB") as started:
