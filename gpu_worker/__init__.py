@@ -1,0 +1,62 @@
+"""Model weights that all processes of a host share: attach to a coordinator, then load by key.
+
+    worker = gpu_worker.attach()
+    state = worker.state_dict("minilm", source="model.safetensors")
+    with worker.use("minilm", skeleton=make_module, source="model.safetensors") as model:
+        model(x)
+
+Importing this is cheap and works anywhere; torch is imported when a worker attaches.
+"""
+
+from gpu_worker.handle import ModelHandle
+from gpu_worker.records import Held
+from gpu_worker.worker import Worker, attach
+from shm_store.errors import (
+    ArgumentRefused,
+    BackingFailed,
+    BudgetExceeded,
+    CallerError,
+    ConnectionLost,
+    CoordinatorLost,
+    Draining,
+    FillFailed,
+    ForkedProcess,
+    KeyRefused,
+    LoadTimeout,
+    NoCoordinator,
+    PeerError,
+    PlatformUnsupported,
+    ResourceError,
+    SourceError,
+    TensorRefused,
+    WeightCacheError,
+    WeightsMissing,
+    WorkerClosed,
+)
+
+__all__ = [
+    "ArgumentRefused",
+    "BackingFailed",
+    "BudgetExceeded",
+    "CallerError",
+    "ConnectionLost",
+    "CoordinatorLost",
+    "Draining",
+    "FillFailed",
+    "ForkedProcess",
+    "Held",
+    "KeyRefused",
+    "LoadTimeout",
+    "ModelHandle",
+    "NoCoordinator",
+    "PeerError",
+    "PlatformUnsupported",
+    "ResourceError",
+    "SourceError",
+    "TensorRefused",
+    "WeightCacheError",
+    "WeightsMissing",
+    "Worker",
+    "WorkerClosed",
+    "attach",
+]

@@ -1,0 +1,443 @@
+"""The session of this process with a coordinator: requests, their answers, and what is given back.
+
+Rules
+- The connection's lock orders the requests' ids and guards what is open. Nobody waits with it.
+- The reader thread never touches torch and runs no user code.
+- A request stays open until its final answer, even when nobody wants that any more; what then
+  arrives is given back by the reader.
+- A caller waits at its own request's inbox, with no lock, and may leave by any exception.
+- Unmapping, and RELEASE after it, is the keeper's. Finalizers only enqueue.
+
+    Note on fork
+    fact: a forked child has this object, but neither thread, and any lock may be held in it for
+    ever
+    consequence: using it there would hang, or speak in the parent's name
+    choice: refuse by pid before any lock is touched; the at-fork hook only closes fds
+    cost: one getpid() per call
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gpu_worker.connection import Connection
+from gpu_worker.keeper import Keeper
+from gpu_worker.reentry import owned, refuse_reentry
+from gpu_worker.request import Ask, Build, Granted, Progress, Reply, Request
+from shm_store.channel import close_all
+from shm_store.errors import (
+    CallerError,
+    Draining,
+    ForkedProcess,
+    LoadTimeout,
+    NoCoordinator,
+    ProtocolViolation,
+    ResourceError,
+    WeightCacheError,
+)
+from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.source import open_source
+from shm_store.wire import (
+    VERSION,
+    Abort,
+    Acquire,
+    AnyMessage,
+    Bye,
+    Cancel,
+    Commit,
+    Done,
+    Fail,
+    Filling,
+    Flush,
+    Flushed,
+    Grant,
+    Release,
+    Report,
+    Reserve,
+    Resume,
+    Space,
+    Ticket,
+    decode,
+    to_session_decoder,
+)
+
+if TYPE_CHECKING:
+    from gpu_worker import mapping, publish
+
+logger = logging.getLogger("gpu_worker")
+
+DEFAULT_TIMEOUT_S = 300.0
+"""What the coordinator is told when the caller names none. It runs while nothing progresses."""
+
+GRACE_S = 0.25
+"""How much longer than its timeout a caller waits, so that a refusal that says why can win."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 10.0
+SOURCE_NAME_LIMIT = 4096
+
+
+class Client:
+    """One session and its connection. Thread-safe.
+
+    `workers` counts who shares it; `registry` owns that number.
+    """
+
+    def __init__(self, path: str, unused: Callable[[Client], object]) -> None:
+        """Describe a session with the coordinator on `path`; `open` makes it.
+
+        Args:
+            unused: called, from either thread, whenever this may have become of no use.
+        """
+        self.path = path
+        self.pid = os.getpid()
+        self.workers = 0
+        self.opened = threading.Event()
+        self.keeper = Keeper(self._end)
+        self._unused = unused
+        self._connection = Connection(path, self._take, self._lose)
+        self._lock = self._connection.lock
+        self._rids = itertools.count(1)
+        self._requests: dict[RequestId, Request] = {}
+        self._mappings: mapping.MappingTable | None = None
+        self._stopped = False
+
+    # --- for workers ----------------------------------------------------------------------------
+
+    def open(self, name: str, device: str) -> None:
+        """Connect, say who attaches, and wait until the coordinator has taken it.
+
+        Raises:
+            NoCoordinator: nobody answers.
+            PeerForbidden: this user may not use it.
+            VersionMismatch: it speaks another version.
+            FdsExhausted: this process has no fd left.
+            PlatformUnsupported: not Linux.
+        """
+        try:
+            self._connection.open(Resume(VERSION, name, device))
+            from gpu_worker.mapping import MappingTable
+
+            self._mappings = MappingTable(self.keeper.queue)
+            self.keeper.start()
+            self._round_trip(HANDSHAKE_TIMEOUT_S)
+        except BaseException as error:
+            self._connection.close(hurry=True)
+            self.keeper.leave()
+            if isinstance(error, LoadTimeout):
+                raise NoCoordinator(
+                    f"{self.path} was opened, but nobody answered in {HANDSHAKE_TIMEOUT_S:g} s"
+                ) from None
+            raise
+        finally:
+            self.opened.set()
+
+    def acquire(self, ask: Ask, timeout_s: float | None, progress: Progress | None) -> Granted:
+        """Return the mapped bytes of `ask.key`, made first if nobody has them yet.
+
+        If this process gets the ticket, `ask.build` runs here, in the calling thread.
+
+        Args:
+            timeout_s: how long to wait for others; the caller's own `build` does not count. None
+                leaves it to the coordinator, which waits as long as there is progress.
+            progress: called while somebody else fills. What it raises gives the request up.
+
+        Raises:
+            WeightCacheError: of any branch. Whatever is raised, `build`'s own exceptions and
+                KeyboardInterrupt included, the request is given up and nothing stays leased by it.
+        """
+        self.check_caller()
+        self._refuse_recursion(ask.key)
+        left_s = None if timeout_s is None else timeout_s + GRACE_S
+        request = Request(ask.key, timeout_s, left_s, progress)
+        try:
+            self._ask_for(request, ask)
+            return self._follow(request, ask)
+        except BaseException:
+            self._give_up(request)
+            raise
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything this process let go of has taken effect at the coordinator.
+
+        Raises:
+            ResourceError: it did not within `timeout_s`.
+            CoordinatorLost: there is no connection any more.
+        """
+        self.check_caller()
+        started_s = time.monotonic()
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        try:
+            with self._lock:
+                # Together with the check: once it closes, the keeper ends behind what is queued.
+                kept = not self._connection.closing
+                if kept:
+                    self.keeper.call_settled(functools.partial(done.put, None))
+            if kept:
+                done.get(timeout=timeout_s)
+            self._round_trip(max(0.0, timeout_s - (time.monotonic() - started_s)))
+        except (queue.Empty, LoadTimeout):
+            raise ResourceError(
+                f"what was let go of had not taken effect after {timeout_s:g} s",
+                remedy="see `weight-cache status`, or flush again with a longer timeout=",
+            ) from None
+
+    def check_caller(self) -> None:
+        """Refuse a caller that could only hang here.
+
+        Raises:
+            ForkedProcess: a forked child with its parent's client.
+            CallerError: called by a finalizer or a signal handler inside another call, or in one
+                of the session's own threads.
+        """
+        if os.getpid() != self.pid:
+            raise ForkedProcess("this worker was attached by the parent of this process")
+        own = self._connection.reader, self.keeper.ident
+        if owned(self._lock) or threading.get_ident() in own:
+            refuse_reentry()
+
+    # --- for the registry -----------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be asked through this any more."""
+        return self._connection.closing or self._connection.lost is not None
+
+    def close_if_unused(self) -> bool:
+        """End the session if nothing of it is mapped or asked for, once everything is sent."""
+        with self._lock:
+            if self._requests or self._mapped():
+                return False
+            self._connection.close()
+        self.keeper.leave()
+        return True
+
+    def stop(self) -> None:
+        """End both threads, whatever is still to do: the process is about to end.
+
+        Daemon threads that wait are left to wait: woken now, they would only speak up on stderr.
+        """
+        self._stopped = True
+        self._connection.close(hurry=True)
+        self.keeper.stop(EXIT_TIMEOUT_S)
+        self._connection.join(EXIT_TIMEOUT_S)
+
+    def forget_inherited(self) -> None:
+        """In a forked child: close what belongs to the parent. Touches no lock."""
+        for request in list(self._requests.values()):
+            request.close_space()
+        self._connection.forget_inherited()
+
+    # --- asking ---------------------------------------------------------------------------------
+
+    def _ask_for(self, request: Request, ask: Ask) -> None:
+        """Send an ACQUIRE, with the opened source if there is one."""
+        timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
+        if ask.source is None:
+            self._ask(request, lambda rid: Acquire(rid, ask.key, None, ask.version, timeout_s))
+            return
+        # The name is for people, and may be cut or escaped: the fd says which file is meant.
+        name = os.fsencode(ask.source).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
+        fd = open_source(ask.source)
+        try:
+            self._ask(request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s), (fd,))
+        finally:
+            os.close(fd)
+
+    def _follow(self, request: Request, ask: Ask) -> Granted:
+        """Do what the coordinator asks for until the weights are here."""
+        plan: publish.Plan | None = None
+        while True:
+            match request.next():
+                case Granted() as granted:
+                    return granted
+                case Filling(_, done_bytes, total_bytes) if request.progress is not None:
+                    request.progress(done_bytes, total_bytes)
+                case Ticket(_, gen) if ask.build is not None:
+                    plan = self._build(request, ask.build)
+                    with self._lock:
+                        request.reserved = True
+                        self._connection.post(Reserve(gen, plan.size_bytes))
+                case Space(gen) if plan is not None:
+                    self._fill(request, plan)
+                    with self._lock:
+                        self._connection.post(Commit(gen))
+                case step:
+                    raise ProtocolViolation(f"an ACQUIRE was answered with {step!r}")
+
+    def _build(self, request: Request, build: Build) -> publish.Plan:
+        from gpu_worker import publish
+
+        request.builder = threading.get_ident()
+        try:
+            return publish.plan(build())
+        finally:
+            request.builder = None
+
+    def _fill(self, request: Request, plan: publish.Plan) -> None:
+        from gpu_worker import publish
+
+        try:
+            publish.fill(request.space_fd, plan)
+        finally:
+            request.close_space()
+
+    def _round_trip(self, timeout_s: float) -> None:
+        request = Request(None, timeout_s, timeout_s)
+        try:
+            self._ask(request, Flush)
+            request.next()
+        finally:
+            if not request.sent:
+                with self._lock:
+                    self._requests.pop(request.rid, None)
+
+    def _ask(
+        self, request: Request, make: Callable[[RequestId], AnyMessage], fds: Sequence[int] = ()
+    ) -> None:
+        """Send a request under the next id. The fds stay the caller's."""
+        with self._lock:
+            lost = self._connection.lost
+            if lost is not None:
+                raise copy.copy(lost)
+            request.rid = RequestId(next(self._rids))
+            self._requests[request.rid] = request
+            self._connection.post(make(request.rid), fds)
+            request.sent = True
+
+    def _give_up(self, request: Request) -> None:
+        """Nobody waits any more. Before SPACE that is CANCEL, or ABORT of a ticket; then ABORT."""
+        request.close_space()
+        with self._lock:
+            request.wanted = False
+            if not request.rid:
+                return
+            if not request.sent:
+                # It may have left or not, so its answer cannot be counted on.
+                self._requests.pop(request.rid, None)
+            elif request.rid not in self._requests and not request.space:
+                return
+            if request.gen is not None and (request.space or not request.reserved):
+                # Even after a refusal: a segment that could not be sealed waits for its ABORT.
+                self._connection.post(Abort(request.gen))
+            else:
+                self._connection.post(Cancel(request.rid))
+
+    def _refuse_recursion(self, key: Key) -> None:
+        """Refuse a `build` that asks for what it is building: it would wait for itself."""
+        thread = threading.get_ident()
+        with self._lock:
+            for request in self._requests.values():
+                if request.builder == thread and request.key == key:
+                    raise CallerError(f"the build= of {key!r} asks for {key!r} itself")
+
+    # --- the keeper's ---------------------------------------------------------------------------
+
+    def _end(self, ended: mapping.Mapping) -> None:
+        """Unmap what no tensor uses any more, then give its lease back."""
+        assert self._mappings is not None
+        self._release(ended.gen, self._mappings.unmap(ended))
+        self._unused(self)
+
+    def _mapped(self) -> bool:
+        return self._mappings is not None and len(self._mappings) > 0
+
+    def _release(self, gen: GenerationId, lease: LeaseId) -> None:
+        with self._lock:
+            self._connection.post(Release(gen, lease))
+
+    # --- the reader's ---------------------------------------------------------------------------
+
+    def _take(self, data: bytes, fds: list[int]) -> None:
+        """Act on one message. Takes over its fds."""
+        try:
+            message = decode(to_session_decoder, data)
+            if len(fds) != isinstance(message, Grant | Space):
+                raise ProtocolViolation(f"{type(message).__name__} came with {len(fds)} fds")
+        except ProtocolViolation:
+            close_all(fds)
+            raise
+        match message:
+            case Grant(rid, gen):
+                self._take_grant(rid, gen, fds[0])
+            case Space():
+                self._take_space(message, fds[0])
+            case Ticket(rid, gen):
+                with self._lock:
+                    request = self._requests.get(rid)
+                    if request is not None:
+                        request.gen = gen
+                        request.inbox.put(message)
+            case Filling(rid):
+                request = self._requests.get(rid)
+                if request is not None and request.progress is not None:
+                    request.inbox.put(message)
+            case Fail(0, cause):
+                self._connection.farewell = cause.error()
+            case Fail(rid, cause):
+                self._answer(rid, cause.error())
+            case Flushed(rid):
+                self._answer(rid, message)
+            case Bye():
+                self._connection.farewell = Draining(
+                    f"the coordinator on {self.path} has left",
+                    remedy="attach again once it runs again; mapped weights stay valid",
+                )
+            case Done() | Report():
+                raise ProtocolViolation(f"nobody asked for {type(message).__name__}")
+
+    def _take_grant(self, rid: RequestId, gen: GenerationId, fd: int) -> None:
+        """Map what was granted, or give it back."""
+        request = self._requests.get(rid)
+        wanted = request is not None and request.wanted
+        reply: Granted | WeightCacheError | None = None
+        assert self._mappings is not None
+        try:
+            buffer = self._mappings.granted(gen, LeaseId(rid), fd, wanted)
+            if buffer is not None:
+                reply = Granted(gen, buffer)
+        except WeightCacheError as error:
+            reply = error
+        if not isinstance(reply, Granted):
+            self._release(gen, LeaseId(rid))
+        self._answer(rid, reply)
+
+    def _take_space(self, message: Space, fd: int) -> None:
+        """Hand the segment to its filler; with nobody there, give it back."""
+        with self._lock:
+            for request in self._requests.values():
+                if request.gen == message.gen and request.wanted:
+                    request.space, request.space_fd = True, fd
+                    request.inbox.put(message)
+                    return
+            os.close(fd)
+            self._connection.post(Abort(message.gen))
+
+    def _answer(self, rid: RequestId, reply: Reply | None) -> None:
+        """Close a request with its final answer, which nobody may want."""
+        with self._lock:
+            request = self._requests.pop(rid, None)
+        if request is not None and reply is not None:
+            request.inbox.put(reply)
+        if not self.workers:
+            self._unused(self)
+
+    def _lose(self, error: WeightCacheError) -> None:
+        """The connection has ended: everyone who waits hears why."""
+        with self._lock:
+            requests, self._requests = list(self._requests.values()), {}
+        if self._stopped:
+            return
+        for request in requests:
+            request.inbox.put(error)
+        logger.info("the connection to %s has ended: %s", self.path, error.message)
+        self._unused(self)

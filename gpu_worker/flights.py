@@ -1,0 +1,79 @@
+"""The loads under way in one worker: one per key, which others wait for.
+
+The owner of a flight is the thread that made it; it lands when its load has succeeded or failed.
+Waits that could never end are refused: for oneself, around a circle of `build`s, and from inside a
+skeleton, where every other load waits for this thread to be done with its module.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from shm_store.errors import CallerError, LoadTimeout
+from shm_store.keys import Key
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One thread's load of one key. `in_skeleton` while it builds the module."""
+
+    key: Key
+    thread: int = field(default_factory=threading.get_ident)
+    landed: threading.Event = field(default_factory=threading.Event)
+    in_skeleton: bool = False
+
+
+class Flights:
+    """The flights of one worker, guarded by the worker's lock."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._flights: dict[Key, Flight] = {}
+        self._waits: dict[int, Flight] = {}
+
+    def board(self, mine: Flight) -> Flight:
+        """Return the flight of a key: the one under way, or else `mine`. The lock is held."""
+        return self._flights.setdefault(mine.key, mine)
+
+    def land(self, mine: Flight) -> None:
+        """End `mine`, if it ever began, and wake those who wait for it."""
+        with self._lock:
+            if self._flights.get(mine.key) is mine:
+                del self._flights[mine.key]
+        mine.landed.set()
+
+    def wait(self, flight: Flight, left_s: float | None) -> None:
+        """Wait until another thread's flight has landed, however that ended.
+
+        Raises:
+            CallerError: it waits for this thread, so neither would ever end.
+            LoadTimeout: it takes longer than `left_s`.
+        """
+        thread = threading.get_ident()
+        try:
+            with self._lock:
+                step: Flight | None = flight
+                while step is not None:
+                    if step.thread == thread:
+                        raise CallerError(f"the load of {step.key!r} waits for itself")
+                    step = self._waits.get(step.thread)
+                self._waits[thread] = flight
+            if not flight.landed.wait(left_s):
+                raise LoadTimeout(f"{flight.key!r} was not ready in time: another thread loads it")
+        finally:
+            self._waits.pop(thread, None)
+
+    def refuse_in_skeleton(self, key: Key) -> None:
+        """Refuse to go and wait for `key` while this thread builds a module. The lock is held.
+
+        Raises:
+            CallerError: it does.
+        """
+        thread = threading.get_ident()
+        for flight in self._flights.values():
+            if flight.in_skeleton and flight.thread == thread:
+                raise CallerError(
+                    f"the skeleton of {flight.key!r} loads {key!r}",
+                    remedy="load that first, and use it in the skeleton",
+                )

@@ -1,0 +1,70 @@
+"""A handle on a module: the claim it holds, and the locks made through it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from gpu_worker.records import ClaimId, LockId
+from shm_store.keys import GenerationId, Key
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_worker.worker import Worker
+
+
+class ModelHandle:
+    """A claim on a module: as long as it has not ended, the module is there to be locked.
+
+    Entering it (`with handle as module:`) locks the module, leaving unlocks it; both nest, and may
+    be repeated until the handle is closed. A handle that is dropped ends its claim, but not a lock.
+    """
+
+    def __init__(self, worker: Worker, key: Key, claim: ClaimId) -> None:
+        """Prepare to hold `claim`. Only `Worker.load` makes handles."""
+        self.key = key
+        self.generation = GenerationId("")
+        self._worker = worker
+        self.claim = claim
+        end = functools.partial(_end_claim, weakref.ref(worker), claim)
+        self._finalizer = weakref.finalize(self, worker.finalizers.put, end)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> torch.nn.Module:
+        """Lock the module and return it.
+
+        Raises:
+            WorkerClosed: the handle was closed.
+        """
+        lock = LockId(next(self._worker.ids))
+        try:
+            return self._worker.lock_module(self.claim, lock)
+        except BaseException:
+            self._worker.unlock_module(lock)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._worker.unlock_last(self.claim)
+
+    def close(self) -> None:
+        """End the claim. Locks made through it go on. May be called again, in any thread."""
+        self._worker.end_claim(self.claim)
+        self._finalizer.detach()
+
+    def __repr__(self) -> str:
+        return f"<ModelHandle {self.key!r} generation {self.generation}>"
+
+
+def _end_claim(worker: weakref.ref[Worker], claim: ClaimId) -> None:
+    """End the claim of a handle that was dropped. A worker that is gone has no records."""
+    alive = worker()
+    if alive is not None:
+        alive.end_claim(claim)

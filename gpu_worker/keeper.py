@@ -1,0 +1,104 @@
+"""The keeper: the thread that does what runs destructors or waits for no one.
+
+It takes mappings whose last tensor is gone, unmaps them and says so; and tasks, such as ending the
+claim of a handle that was dropped. Everything comes through one queue, in order, because finalizers
+may only enqueue: they run in any thread, inside any lock.
+
+    Note on the end of the interpreter
+    fact: a daemon thread that runs torch while the interpreter ends aborts the process
+    consequence: this thread may not be at work then
+    choice: stop and join it at exit; what is still queued, the end of the process does
+    cost: exit waits for the one item at hand
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("gpu_worker")
+
+Task = Callable[[], object]
+
+SETTLE_ROUNDS = 16
+"""Deeper than destructors that drop handles on modules whose destructors drop handles go."""
+
+
+class Keeper:
+    """A daemon thread and its queue. `queue` takes `Mapping`s and `Task`s."""
+
+    def __init__(self, end: Callable[[Any], None]) -> None:
+        """Make a keeper that calls `end` for every mapping; `start` it before use."""
+        # Any: the mapping table says what its mappings are, and tasks share their queue.
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._end = end
+        self._hurry = False
+        self._thread = threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's id, while it runs or has run."""
+        return self._thread.ident
+
+    def put(self, task: Task) -> None:
+        """Have `task` called after everything that was queued before it. Safe in a finalizer."""
+        self.queue.put(task)
+
+    def call_settled(self, done: Callable[[], object]) -> None:
+        """Have `done` called after everything queued so far, and after what that enqueues.
+
+        What a task destroys enqueues its mappings behind it, so once through the queue is not
+        enough. Others who go on enqueueing cannot keep it waiting for ever.
+        """
+        rounds = itertools.count(1)
+
+        def settled() -> None:
+            if self.queue.empty() or next(rounds) == SETTLE_ROUNDS:
+                done()
+            else:
+                self.queue.put(settled)
+
+        self.queue.put(settled)
+
+    def leave(self) -> None:
+        """End the thread once everything queued so far is done."""
+        self.queue.put(None)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the item at hand, and wait for that. The rest stays undone."""
+        self._hurry = True
+        self.queue.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            item = self.queue.get()
+            if item is None or self._hurry:
+                return
+            try:
+                self._perform(item)
+            except BaseException as error:  # nothing may end this thread but `leave` and `stop`
+                _report(error)
+            finally:
+                del item
+
+    def _perform(self, item: Any) -> None:
+        if callable(item):
+            item()
+        else:
+            self._end(item)
+
+
+def _report(error: BaseException) -> None:
+    try:
+        logger.error("the keeper could not finish one of its tasks", exc_info=error)
+    except Exception:  # a log handler that raises must not take the rest of the queue with it
+        pass

@@ -1,0 +1,444 @@
+"""This process's maps of segments, the tensors over them, and how both end.
+
+Rules:
+
+- One mapping per generation and process. A grant for a generation whose tensors still live hands
+  the new lease id to that mapping (rule 3 of the protocol).
+- A map is private and writable: an edit in place stays in this process, as copied pages.
+- A map ends in one order: the last tensor dies, its finalizer *enqueues* the mapping, the keeper
+  thread unmaps it, and only then may its lease be released, with the id read then.
+- Each alias group is its own storage, so that saving or resizing a tensor touches that group only.
+
+`MappingTable` is used by a reader thread that must never run torch; only `tensors` does.
+
+    Note on finalizers
+    fact: a finalizer runs in whatever thread dropped the last reference, inside any lock, and even
+    inside another call of this module, if a garbage collection starts there
+    consequence: it may take no lock and call nothing that could wait
+    choice: it is `SimpleQueue.put`, which is reentrant, and nothing else; never at interpreter
+    exit, where live tensors would lose their bytes and the process its life
+    cost: a keeper thread has to be there
+
+    Note on fork
+    fact: a forked child inherits mappings, table and queue, but not the keeper
+    consequence: nothing reads the inherited queue; bytes stay mapped until the child ends, which
+    costs nothing while its parent maps them
+    choice: leave that queue unread. A child that attaches makes its own table and queue, and
+    `unmap` refuses to work on the parent's
+    cost: a child cannot give inherited bytes back
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import threading
+import weakref
+from queue import SimpleQueue
+
+import torch
+
+from gpu_worker.dtypes import torch_dtype
+from shm_store import segment
+from shm_store.errors import (
+    ForkedProcess,
+    PlatformUnsupported,
+    ResourceError,
+    SegmentRefused,
+)
+from shm_store.keys import GenerationId, Key, LeaseId
+from shm_store.layout import (
+    ALIGNMENT_BYTES,
+    HUGE_PAGE_BYTES,
+    ITEM_BYTES,
+    PAGE_BYTES,
+    extent_elements,
+    round_up,
+)
+from shm_store.manifest import GroupEntry, Manifest, TensorEntry
+
+UNMAP_STEP_BYTES = 64 * 1024 * 1024
+"""One munmap of 2 GB stalls the process's other threads for 100 ms; this much, for about 3 ms."""
+
+# From <linux/mman.h>, spelled out so that importing works on systems without them.
+_PROT_NONE = 0
+_PROT_READ_WRITE = 0x1 | 0x2
+_MAP_PRIVATE = 0x02
+_MAP_FIXED = 0x10
+_MAP_ANONYMOUS = 0x20
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Buffer(ctypes.Array[ctypes.c_ubyte]):
+    """The bytes of one mapped segment. Every tensor over them keeps it alive.
+
+    Instances belong to subclasses with a length, see `map_segment`; they can be weakly referenced.
+    """
+
+    _type_ = ctypes.c_ubyte
+    _length_ = 0
+    __slots__ = ("__weakref__", "_content")
+
+    _content: tuple[Manifest, int]
+
+    def content(self) -> tuple[Manifest, int]:
+        """Return the manifest, and where tensor bytes begin. Decoded once, kept with the buffer.
+
+        Raises:
+            SegmentRefused: the manifest cannot be read.
+        """
+        try:
+            return self._content
+        except AttributeError:
+            self._content = segment.read_manifest(memoryview(self))
+            return self._content
+
+
+class Mapping:
+    """One map of a segment: what it is, where it is, and the lease that pays for it."""
+
+    __slots__ = ("address", "buffer", "gen", "key", "lease", "size_bytes")
+
+    def __init__(self, gen: GenerationId, key: Key, lease: LeaseId, buffer: Buffer) -> None:
+        """Describe the map that `buffer` is made over, without keeping it alive."""
+        self.gen = gen
+        self.key = key
+        self.lease = lease
+        """The id to release once the bytes are unmapped. A later grant replaces it."""
+        self.address = ctypes.addressof(buffer)
+        self.size_bytes = len(buffer)
+        self.buffer = weakref.ref(buffer)
+
+
+class MappingTable:
+    """The mappings of this process, one per generation. Thread-safe.
+
+    `ended` receives each mapping whose last tensor is gone; the keeper passes it to `unmap`.
+    """
+
+    def __init__(self, ended: SimpleQueue[Mapping]) -> None:
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._mappings: dict[GenerationId, Mapping] = {}
+        self._count = 0
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        """Return how many mappings are not unmapped yet, with or without live tensors."""
+        return self._count
+
+    def granted(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
+        """Take note of a grant, and return the bytes it is for. Call it in the order of frames.
+
+        Consumes `fd`, also when it raises. Never touches torch.
+
+        Args:
+            lease: the grant's request id.
+            fd: the segment that came with the grant.
+            wanted: whether somebody still waits for it.
+
+        Returns:
+            The buffer. Dropping it gives the lease back, whether it was wanted or not. None when
+            this process has no map of the generation and none is wanted: the caller then releases
+            `lease`.
+
+        Raises:
+            SegmentRefused: the fd is not that generation's sealed segment.
+            ResourceError: there is no address space for it.
+            In both cases the caller releases `lease`.
+        """
+        try:
+            with self._lock:
+                mapping = self._mappings.get(gen)
+                buffer = None if mapping is None else mapping.buffer()
+                if mapping is not None and buffer is not None:
+                    mapping.lease = lease
+                    return buffer
+                # A mapping whose tensors are gone but whose bytes are still mapped: the lease must
+                # outlive them. A new mapping is unmapped, and so released, after the old one.
+                if wanted or mapping is not None:
+                    return self._map(gen, lease, fd)
+                return None
+        finally:
+            os.close(fd)
+
+    def unmap(self, mapping: Mapping) -> LeaseId:
+        """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.
+
+        Returns:
+            The lease that may be released now.
+
+        Raises:
+            ForkedProcess: the mapping belongs to the parent of this process. Nothing is unmapped.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedProcess(f"generation {mapping.gen} was mapped by the parent process")
+        assert mapping.buffer() is None, "unmapping under a live tensor ends the process"
+        end = mapping.address + round_up(mapping.size_bytes, PAGE_BYTES)
+        for start in range(mapping.address, end, UNMAP_STEP_BYTES):
+            _unmap(start, min(UNMAP_STEP_BYTES, end - start))
+        with self._lock:
+            self._count -= 1
+            if self._mappings.get(mapping.gen) is mapping:
+                del self._mappings[mapping.gen]
+            return mapping.lease
+
+    def _map(self, gen: GenerationId, lease: LeaseId, fd: int) -> Buffer:
+        try:
+            preamble = segment.read_preamble(fd)
+            size_bytes = os.fstat(fd).st_size
+        except OSError as error:
+            raise SegmentRefused(f"the fd granted for generation {gen}: {error}") from error
+        if preamble.gen != gen:
+            raise SegmentRefused(
+                f"the segment granted as generation {gen} says it is {preamble.gen}"
+            )
+        buffer = map_segment(fd, size_bytes)
+        mapping = Mapping(gen, preamble.key, lease, buffer)
+        weakref.finalize(buffer, self._ended.put, mapping).atexit = False
+        self._mappings[gen] = mapping
+        self._count += 1
+        return buffer
+
+
+def map_segment(fd: int, size_bytes: int) -> Buffer:
+    """Map a sealed segment at a 2 MiB boundary, so that huge pages can back it.
+
+    The map is private, writable, and charged to nobody until it is written to.
+
+    Args:
+        fd: the segment; may be closed afterwards.
+        size_bytes: its whole size.
+
+    Returns:
+        The bytes. Their map outlives the buffer and is the caller's to unmap.
+
+    Raises:
+        SegmentRefused: not sealed, of another size, or not readable.
+        ResourceError: there is no address space for it.
+    """
+    try:
+        sealed, actual_bytes = segment.is_sealed(fd), os.fstat(fd).st_size
+    except OSError as error:
+        raise SegmentRefused(f"this fd is no segment: {error}") from error
+    if not sealed:
+        # Whoever could shrink it could end this process with SIGBUS.
+        raise SegmentRefused("the segment is not sealed")
+    if actual_bytes != size_bytes or not size_bytes:
+        raise SegmentRefused(f"a segment of {size_bytes} bytes has {actual_bytes}")
+    mapped_bytes = round_up(size_bytes, PAGE_BYTES)
+    reserved_bytes = mapped_bytes + HUGE_PAGE_BYTES
+    reserved = _map(0, reserved_bytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
+    address = round_up(reserved, HUGE_PAGE_BYTES)
+    try:
+        _map(address, mapped_bytes, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd)
+    except (SegmentRefused, ResourceError):
+        _unmap(reserved, reserved_bytes)
+        raise
+    _unmap(reserved, address - reserved)
+    _unmap(address + mapped_bytes, reserved + reserved_bytes - address - mapped_bytes)
+    return _sized(size_bytes).from_address(address)
+
+
+def entries(buffer: Buffer) -> tuple[TensorEntry, ...]:
+    """Return what the manifest says of each tensor, in state-dict order.
+
+    Raises:
+        SegmentRefused: the manifest cannot be read.
+    """
+    return buffer.content()[0].tensors
+
+
+def tensors(buffer: Buffer) -> dict[str, torch.Tensor]:
+    """Return the state dict of a mapped segment: views of its bytes, in the manifest's order.
+
+    Each alias group is one storage; equal entries are the same tensor. Every tensor, and whatever
+    is made over its storage, keeps the mapping. None requires a gradient.
+
+    Raises:
+        SegmentRefused: the manifest lies about offsets, shapes, strides, groups or dtypes.
+        PlatformUnsupported: this torch is too old for a dtype the weights use.
+    """
+    manifest, start = buffer.content()
+    try:
+        # Whoever gets them next may not be in inference mode, and then could not edit them.
+        with torch.inference_mode(False):
+            state = _build(buffer, manifest, start)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise SegmentRefused(f"the manifest describes no tensor: {error}") from error
+    if len(state) != len(manifest.tensors):
+        raise SegmentRefused("the manifest names a tensor twice")
+    return state
+
+
+def _build(buffer: Buffer, manifest: Manifest, start: int) -> dict[str, torch.Tensor]:
+    """The loop that a warm attach spends its time in; `_AliasGroups` does what is not simple."""
+    groups = manifest.groups
+    _check_groups(groups, len(buffer) - start)
+    state: dict[str, torch.Tensor] = {}
+    lone: dict[int, TensorEntry | None] = {}
+    aliases = _AliasGroups(buffer, manifest, start, state, lone)
+    # Layers repeat: most entries find their shape here.
+    known: dict[tuple[int, ...], _Extent] = {}
+    frombuffer, as_strided, count = torch.frombuffer, torch.as_strided, len(groups)
+    for entry in manifest.tensors:
+        shape, strides, group = entry.shape, entry.strides, entry.group
+        extent = known.get(shape)
+        if extent is None or extent[0] != strides or extent[1] != entry.dtype:
+            extent = known[shape] = _extent(entry)
+        _, _, dtype, elements, size_bytes = extent
+        if group < count and group not in lone and elements and not entry.offset_bytes:
+            place = groups[group]
+            if size_bytes == place.size_bytes:
+                lone[group] = entry
+                offset = start + place.offset_bytes
+                flat = frombuffer(buffer, dtype=dtype, count=elements, offset=offset)
+                state[entry.name] = flat if strides == _FLAT else as_strided(flat, shape, strides)
+                continue
+        state[entry.name] = aliases.tensor(entry, extent)
+    return state
+
+
+class _AliasGroups:
+    """Makes the tensors of groups with several members, and all that is not simply a group.
+
+    A group's storage is made once, as bytes; members are views of it, whatever their dtypes.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        manifest: Manifest,
+        start: int,
+        state: dict[str, torch.Tensor],
+        lone: dict[int, TensorEntry | None],
+    ) -> None:
+        """Share `state` and `lone` with the loop that calls.
+
+        `lone` gives each group met so far the entry that is all of it and has made its storage, or
+        None if this class made or will make the storage.
+        """
+        self._buffer = buffer
+        self._groups = manifest.groups
+        self._start = start
+        self._state = state
+        self._lone = lone
+        self._bytes: dict[int, torch.Tensor] = {}
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def tensor(self, entry: TensorEntry, extent: _Extent) -> torch.Tensor:
+        """Return the tensor of `entry`. Equal entries get the same one."""
+        if entry.group >= len(self._groups):
+            raise SegmentRefused(f"tensor {entry.name!r} is in group {entry.group}, which is none")
+        if entry.offset_bytes + extent[4] > self._groups[entry.group].size_bytes:
+            raise SegmentRefused(f"tensor {entry.name!r} reaches out of its group")
+        if entry.offset_bytes % ITEM_BYTES[entry.dtype]:
+            raise SegmentRefused(f"tensor {entry.name!r} is not aligned to its elements")
+        first = self._lone.setdefault(entry.group, None)
+        if first is not None:
+            self._made[_identity(first)] = self._state[first.name]
+        identity = _identity(entry)
+        made = self._made.get(identity)
+        if made is None:
+            made = self._made[identity] = self._make(entry, extent)
+        return made
+
+    def _make(self, entry: TensorEntry, extent: _Extent) -> torch.Tensor:
+        _, _, dtype, elements, _ = extent
+        if not elements:
+            # torch makes no storage over no bytes, and there are none to share.
+            return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")
+        item_bytes = ITEM_BYTES[entry.dtype]
+        whole_bytes = self._groups[entry.group].size_bytes // item_bytes * item_bytes
+        items = self._storage(entry.group)[:whole_bytes].view(dtype)
+        offset = entry.offset_bytes // item_bytes
+        return torch.as_strided(items, entry.shape, entry.strides, offset)
+
+    def _storage(self, group: int) -> torch.Tensor:
+        """Return the bytes of a group, as a tensor over the storage all its members share."""
+        found = self._bytes.get(group)
+        if found is None:
+            place, entry = self._groups[group], self._lone[group]
+            if entry is not None:
+                first = self._state[entry.name]
+                count = place.size_bytes // first.itemsize
+                found = torch.as_strided(first, (count,), (1,), 0).view(torch.uint8)
+            else:
+                found = torch.frombuffer(
+                    self._buffer,
+                    dtype=torch.uint8,
+                    count=place.size_bytes,
+                    offset=self._start + place.offset_bytes,
+                )
+            self._bytes[group] = found
+        return found
+
+
+def _identity(entry: TensorEntry) -> tuple[object, ...]:
+    return entry.group, entry.dtype, entry.shape, entry.strides, entry.offset_bytes
+
+
+def _check_groups(groups: tuple[GroupEntry, ...], room_bytes: int) -> None:
+    """Refuse groups that are not aligned, or not within the tensor bytes."""
+    for index, group in enumerate(groups):
+        offset = group.offset_bytes
+        if offset % ALIGNMENT_BYTES or offset + group.size_bytes > room_bytes:
+            raise SegmentRefused(f"group {index} is not aligned, or reaches out of the segment")
+
+
+_FLAT = (1,)
+"""The strides of a contiguous tensor of one dimension, which needs no view of its storage."""
+
+_Extent = tuple[tuple[int, ...], str, torch.dtype, int, int]
+"""Of one shape: strides, dtype, torch's dtype, and the elements and bytes from first to last."""
+
+
+def _extent(entry: TensorEntry) -> _Extent:
+    elements = extent_elements(entry.shape, entry.strides)
+    dtype = torch_dtype(entry.dtype)
+    return entry.strides, entry.dtype, dtype, elements, elements * ITEM_BYTES[entry.dtype]
+
+
+@functools.lru_cache(maxsize=64)
+def _sized(size_bytes: int) -> type[Buffer]:
+    return type("Buffer", (Buffer,), {"__slots__": (), "_length_": size_bytes})
+
+
+def _map(address: int, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc().mmap(address, size_bytes, protection, flags | _MAP_NORESERVE, fd, 0)
+    if mapped == _MAP_FAILED:
+        code = ctypes.get_errno()
+        if code == errno.ENOMEM:
+            raise ResourceError(
+                f"no address space for a map of {size_bytes} bytes",
+                remedy="raise `ulimit -v`, or vm.max_map_count, or unload other weights",
+            )
+        raise SegmentRefused(f"the segment cannot be mapped: {os.strerror(code)}")
+    return int(mapped)
+
+
+def _unmap(address: int, size_bytes: int) -> None:
+    if size_bytes and _libc().munmap(address, size_bytes):
+        code = ctypes.get_errno()
+        raise OSError(code, f"munmap of {size_bytes} bytes: {os.strerror(code)}")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    if not hasattr(os, "memfd_create"):
+        raise PlatformUnsupported("this system has no memfd_create")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc

@@ -1,0 +1,224 @@
+"""A module out of a skeleton and shared weights.
+
+Order: build the skeleton without memory, assign the weights, tie what is tied, then refuse whatever
+is still missing or on the meta device. Nothing is handed out before that.
+
+    Note on construction
+    fact: accelerate's `init_empty_weights` patches `torch.nn.Module` for the whole process; a
+    parameter that another thread assigns meanwhile lands on the meta device
+    consequence: construction and assignment must never overlap
+    choice: one lock around both. It is not reentrant: a skeleton that assembles another module
+    would find everything patched, so that is refused
+    cost: modules are assembled one after the other; threads that build modules outside of this
+    package are not protected
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker import mapping
+from gpu_worker.mapping import Buffer
+from shm_store.errors import ArgumentRefused, WeightsMissing
+from shm_store.keys import Key
+from shm_store.manifest import Kind
+
+_construction = threading.Lock()
+_constructing: int | None = None
+"""The thread that holds the lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A module over shared weights, and the names in the weights that it has no place for."""
+
+    module: torch.nn.Module
+    unexpected: tuple[str, ...]
+
+
+def assemble(
+    key: Key, skeleton: Callable[[], torch.nn.Module], buffer: Buffer, train: bool = False
+) -> Assembled:
+    """Return `skeleton()` with the weights in `buffer` as its parameters and buffers. Zero-copy.
+
+    Args:
+        key: for messages.
+        skeleton: builds the module. Its parameters get no memory; its buffers do, and those that
+            the weights do not hold keep their values.
+        buffer: the mapped segment. The module keeps it.
+        train: leave the module in the mode it was built in, instead of calling `eval()`.
+
+    Returns:
+        The module, no parameter of which requires a gradient.
+
+    Raises:
+        WeightsMissing: the weights lack parameters or persistent buffers of the skeleton.
+        ArgumentRefused: shapes differ, the skeleton is no module, or it assembles one itself.
+        SegmentRefused: the manifest lies.
+        Whatever `skeleton` raises. In all cases nothing stays patched or locked.
+    """
+    # Slow to import, so not under the lock.
+    from accelerate import init_empty_weights
+
+    state = mapping.tensors(buffer)
+    apart = {
+        entry.name: state.pop(entry.name)
+        for entry in mapping.entries(buffer)
+        if entry.kind is Kind.NON_PERSISTENT_BUFFER
+    }
+    address = ctypes.addressof(buffer)
+    region = range(address, address + len(buffer))
+    with _exclusive_construction():
+        with init_empty_weights(include_buffers=False):
+            module = skeleton()
+        if not isinstance(module, torch.nn.Module):
+            raise ArgumentRefused(f"skeleton= returned a {type(module).__name__}, not a module")
+        module.requires_grad_(False)
+        ties = _ties(module)
+        missing, unexpected = _assign(key, module, state)
+        unexpected += _assign_buffers(key, module, apart)
+        _tie_equal(module, region)
+        _tie_as_built(module, ties, region)
+        # By object: a tie may move what it ties, as transformers does when it pads a bias.
+        held = [tensor for tensor in _named(module).values() if tensor.data_ptr() in region]
+        _tie_by_method(module, missing)
+        _refuse_incomplete(key, module, missing, held)
+        module.requires_grad_(False)
+    if not train:
+        module.eval()
+    return Assembled(module, tuple(unexpected))
+
+
+@contextmanager
+def _exclusive_construction() -> Iterator[None]:
+    global _constructing
+    if _constructing == threading.get_ident():
+        raise ArgumentRefused(
+            "skeleton= assembles another module while it builds its own",
+            remedy="load the other weights first, and use their module in the skeleton",
+        )
+    with _construction:
+        _constructing = threading.get_ident()
+        try:
+            yield
+        finally:
+            _constructing = None
+
+
+def _assign(
+    key: Key, module: torch.nn.Module, state: dict[str, torch.Tensor]
+) -> tuple[list[str], list[str]]:
+    """Give the module its weights; return the names it lacks and those it does not know."""
+    try:
+        missing, unexpected = module.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:
+        # Of differing shapes; torch lists them, one to a line.
+        facts = "; ".join(line.strip() for line in str(error).splitlines()[1:]) or str(error)
+        raise ArgumentRefused(
+            f"weights {key!r} do not fit the skeleton: {facts}",
+            remedy="build the skeleton from the configuration these weights were made with",
+        ) from error
+    return missing, unexpected
+
+
+def _assign_buffers(key: Key, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> list[str]:
+    """Give the module the buffers that no state dict holds; return the names it does not know."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    unexpected = []
+    for name, tensor in state.items():
+        if name not in buffers:
+            unexpected.append(name)
+        elif buffers[name].shape != tensor.shape:
+            raise ArgumentRefused(
+                f"weights {key!r} do not fit the skeleton: buffer {name} has shape "
+                f"{tuple(tensor.shape)}, the skeleton's {tuple(buffers[name].shape)}",
+                remedy="build the skeleton from the configuration these weights were made with",
+            )
+        else:
+            _replace(module, name, tensor)
+    return unexpected
+
+
+def _ties(module: torch.nn.Module) -> list[list[str]]:
+    """Return the names that the skeleton gave to one parameter.
+
+    The patch replaces a parameter each time it is registered; the replacements share a storage,
+    which has no address on the meta device, but an identity.
+    """
+    names = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter.untyped_storage()._cdata, _geometry(parameter)].append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _tie_equal(module: torch.nn.Module, region: range) -> None:
+    """Make one parameter of those that are the same tensor of the weights."""
+    first: dict[tuple[object, ...], torch.nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.data_ptr() in region:
+            tied = first.setdefault(
+                (parameter.data_ptr(), parameter.dtype, _geometry(parameter)), parameter
+            )
+            if tied is not parameter:
+                _replace(module, name, tied)
+
+
+def _tie_as_built(module: torch.nn.Module, ties: list[list[str]], region: range) -> None:
+    """Let a tie of the skeleton supply what the weights lack.
+
+    Where the weights hold two tensors, both stay.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for names in ties:
+        held = [name for name in names if parameters[name].data_ptr() in region]
+        for name in names:
+            if held and name not in held:
+                _replace(module, name, parameters[held[0]])
+
+
+def _tie_by_method(module: torch.nn.Module, missing: list[str]) -> None:
+    """Call the module's own `tie_weights`, if it has one."""
+    tie_weights = getattr(module, "tie_weights", None)
+    if not callable(tie_weights):
+        return
+    if "missing_keys" in inspect.signature(tie_weights).parameters:
+        # transformers 5 then keeps apart what the weights hold apart, as its from_pretrained does.
+        tie_weights(missing_keys=set(missing))
+    else:
+        tie_weights()
+
+
+def _refuse_incomplete(
+    key: Key, module: torch.nn.Module, missing: list[str], held: list[torch.Tensor]
+) -> None:
+    """Raise unless every weight the skeleton needs has come, by name or through a tie to `held`."""
+    present = _named(module)
+    sources = {id(tensor) for tensor in held}
+    lacking = [name for name in missing if id(present.get(name)) not in sources]
+    lacking += [name for name, tensor in present.items() if tensor.is_meta]
+    if lacking:
+        raise WeightsMissing(key, tuple(dict.fromkeys(lacking)))
+
+
+def _named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, under each of their names."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, tensor)

@@ -1,0 +1,418 @@
+"""The public face: attach, then state dicts and modules by key.
+
+Rules
+- One lock per worker, held for a few lines around its records; never while anything waits, and
+  never while a module is built, moved or destroyed.
+- One load per key at a time: the others wait for it and share its module, or go on by themselves
+  if it fails.
+- A handle has its claim before anyone could take the record away: lookup and claim are one step.
+- What a call leaves half done, by whatever exception, its handle's finalizer ends. That only
+  enqueues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gpu_worker import arguments, registry
+from gpu_worker.client import Client
+from gpu_worker.flights import Flight, Flights
+from gpu_worker.handle import ModelHandle
+from gpu_worker.keeper import Keeper
+from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
+from gpu_worker.reentry import owned, refuse_reentry
+from gpu_worker.request import Ask, Build, Progress
+from shm_store.errors import (
+    ArgumentRefused,
+    CallerError,
+    CoordinatorLost,
+    ForkedProcess,
+    ResourceError,
+    WorkerClosed,
+)
+from shm_store.keys import parse_key
+from shm_store.paths import socket_path
+from shm_store.wire import TIMEOUT_LIMIT_S
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("gpu_worker")
+
+DEVICES = ("cpu",)
+
+
+def attach(
+    socket: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+    name: str | None = None,
+) -> Worker:
+    """Attach this process to a coordinator.
+
+    Workers of one process and socket share one connection. Each has its own records.
+
+    Args:
+        socket: the coordinator's socket; else what WEIGHT_CACHE_SOCKET says, else the default of
+            `weight-cache serve`.
+        device: where modules are to run. This version knows "cpu".
+        name: how `weight-cache status` calls this process, if it is the first to attach; else the
+            program's name.
+
+    Raises:
+        ArgumentRefused: an unknown device, or a name that cannot be sent.
+        NoCoordinator: nobody answers on the socket.
+        PeerForbidden: this user may not use that coordinator.
+        VersionMismatch: it speaks another version.
+        PlatformUnsupported: not Linux.
+    """
+    if str(device) not in DEVICES:
+        raise ArgumentRefused(
+            f"device {str(device)!r} is none of those this version has: {', '.join(DEVICES)}",
+            remedy='attach with device="cpu" and move the module yourself',
+        )
+    if name is None:
+        name = arguments.program_name()
+    else:
+        name = arguments.text("name", name, arguments.NAME_LIMIT)
+    return Worker(registry.share(socket_path(socket), name, str(device)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a record keeps: a module, and the mode it was loaded in."""
+
+    module: torch.nn.Module
+    train: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a load is to make."""
+
+    ask: Ask
+    origin: Origin
+    skeleton: Callable[[], torch.nn.Module]
+    train: bool
+    progress: Progress | None
+
+
+class Worker:
+    """An attached process's weights. Made by `attach`; thread-safe; a context manager.
+
+    Every method raises ForkedProcess in a forked child, and CallerError when a finalizer or a
+    signal handler calls it in the middle of another call.
+    """
+
+    def __init__(self, client: Client) -> None:
+        """Take over one share in `client`."""
+        self._client = client
+        self._lock = threading.RLock()
+        self._records: Records[_Loaded] = Records()
+        self._flights = Flights(self._lock)
+        self.ids = itertools.count(1)
+        """Of claims and locks."""
+        leave = functools.partial(registry.leave, client)
+        self._leave = weakref.finalize(self, client.keeper.put, leave)
+        self._leave.atexit = False
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def state_dict(
+        self,
+        key: str,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        build: Build | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the state dict of `key`, zero-copy; made first if no process has it yet.
+
+        Asks the coordinator each time, so a changed source is noticed. Tensors may be edited in
+        place: that stays in this process. They stay valid whatever happens to coordinator, worker
+        and file; the lease ends when the last of them is gone.
+
+        Args:
+            key: the name that processes share weights by.
+            source: path of a .safetensors file, opened by this process.
+            build: or a callable that returns a module or a state dict. It runs only in the process
+                that has to make the weights, in this thread; what it returns is copied, not kept.
+            version: with `build`: weights of another version are other weights.
+            timeout: seconds to wait for others; the time in `build` does not count. None waits as
+                long as there is progress.
+            progress: called with (bytes filled, bytes in all) while another process fills. What it
+                raises gives the request up.
+
+        Raises:
+            KeyRefused, ArgumentRefused: before anything was asked.
+            SourceError: the file cannot be used.
+            BudgetExceeded, LoadTimeout, BackingFailed, FillFailed: no room, or no time.
+            CoordinatorLost: nobody answers.
+            WorkerClosed: after `shutdown`.
+            Whatever `build` raises. In all cases nothing stays leased.
+        """
+        ask, _ = arguments.asked(key, source, build, version)
+        timeout_s = arguments.timeout_s(timeout)
+        self._check_caller(waits=True)
+        if self._records.closed:
+            raise WorkerClosed("the worker was shut down")
+        with self._lock:
+            self._flights.refuse_in_skeleton(ask.key)
+        granted = self._client.acquire(ask, timeout_s, progress)
+        with self._lock:
+            dropped = self._records.outdate(ask.key, granted.gen)
+        del dropped
+        from gpu_worker import mapping
+
+        return mapping.tensors(granted.buffer)
+
+    def load(
+        self,
+        key: str,
+        *,
+        skeleton: Callable[[], torch.nn.Module],
+        source: str | os.PathLike[str] | None = None,
+        build: Build | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        train: bool = False,
+        progress: Progress | None = None,
+    ) -> ModelHandle:
+        """Return a handle on the module of `key`: claimed now, locked when it is entered.
+
+        The first load in this worker builds the module; later ones share it and ask nobody, until
+        it is evicted. A load of the same key from another source, or of another version, takes its
+        place. Arguments and errors as `state_dict`, and:
+
+        Args:
+            skeleton: builds the module without its weights; it gets them assigned.
+            train: leave the module as `skeleton` built it, instead of calling `eval()`.
+
+        Raises:
+            WeightsMissing: the weights lack some that the skeleton needs; names them.
+            ArgumentRefused: the module is there already, in the other mode of `train`.
+            Whatever `skeleton` raises.
+        """
+        ask, origin = arguments.asked(key, source, build, version)
+        timeout_s = arguments.timeout_s(timeout)
+        if not callable(skeleton):
+            raise ArgumentRefused("skeleton= is needed: a callable that builds the module")
+        self._check_caller(waits=True)
+        handle = ModelHandle(self, ask.key, ClaimId(next(self.ids)))
+        wish = _Wish(ask, origin, skeleton, train, progress)
+        record = self._claim(handle.claim, wish, timeout_s)
+        if record.module.train is not train:
+            handle.close()
+            raise ArgumentRefused(
+                f"{key!r} is loaded with train={not train}, and all loads share one module",
+                remedy="evict it first, or load it under another key",
+            )
+        handle.generation = record.generation
+        return handle
+
+    @contextlib.contextmanager
+    def use(
+        self,
+        key: str,
+        *,
+        skeleton: Callable[[], torch.nn.Module],
+        source: str | os.PathLike[str] | None = None,
+        build: Build | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        train: bool = False,
+        progress: Progress | None = None,
+    ) -> Iterator[torch.nn.Module]:
+        """Load and lock, for the length of a `with`. Arguments and errors as `load`."""
+        handle = self.load(
+            key,
+            skeleton=skeleton,
+            source=source,
+            build=build,
+            version=version,
+            timeout=timeout,
+            train=train,
+            progress=progress,
+        )
+        try:
+            with handle as module:
+                yield module
+        finally:
+            handle.close()
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def evict(self, key: str) -> bool:
+        """Let go of the module of `key`, and say whether it is gone now.
+
+        One that is claimed or locked is stale from now on: no load returns it, and it goes with its
+        last use. The bytes are given back when the last tensor of them is gone, see `flush`.
+        """
+        name = parse_key(key)
+        self._check_caller()
+        with self._lock:
+            dropped = self._records.evict(name)
+        return bool(dropped)
+
+    def flush(self, timeout: float = 10.0) -> None:
+        """Wait until everything let go of so far has taken effect at the coordinator.
+
+        Raises:
+            ResourceError: it has not within `timeout` seconds.
+            CoordinatorLost: the connection is gone.
+            WorkerClosed: it was closed, after `shutdown`.
+        """
+        timeout_s = arguments.timeout_s(timeout)
+        self._check_caller(waits=True)
+        self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+
+    def shutdown(self, timeout: float = 10.0) -> tuple[Held, ...]:
+        """Load no more, evict what is idle, and return what is still held.
+
+        What is held goes stale: it can be used through its handles and leaves with the last of
+        them, loads in flight included. The connection closes when nothing of it is mapped any more.
+        May be called again; never raises for a coordinator that is gone or does not answer.
+
+        Args:
+            timeout: seconds to wait until what was given back has taken effect.
+        """
+        timeout_s = arguments.timeout_s(timeout)
+        self._check_caller(waits=True)
+        with self._lock:
+            dropped = self._records.close()
+        del dropped
+        if self._leave.alive:
+            try:
+                self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+            except (CoordinatorLost, ResourceError, WorkerClosed) as error:
+                logger.info("shut down without the coordinator's word: %s", error)
+            if self._leave.detach():
+                registry.leave(self._client)
+        with self._lock:
+            return self._records.held()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() == self._client.pid:
+            self.shutdown()
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def _claim(self, claim: ClaimId, wish: _Wish, timeout_s: float | None) -> Record[_Loaded]:
+        """Put `claim` on the record of a key, made by this thread or by one that is at it."""
+        key = wish.ask.key
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        mine = Flight(key)
+        try:
+            while True:
+                with self._lock:
+                    if self._records.closed:
+                        raise WorkerClosed("the worker was shut down")
+                    record = self._records.claim(key, wish.origin, claim)
+                    if record is not None:
+                        return record
+                    self._flights.refuse_in_skeleton(key)
+                    flight = self._flights.board(mine)
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                if flight is mine:
+                    return self._load(claim, wish, left_s, mine)
+                self._flights.wait(flight, left_s)
+        finally:
+            self._flights.land(mine)
+
+    def _load(
+        self, claim: ClaimId, wish: _Wish, timeout_s: float | None, flight: Flight
+    ) -> Record[_Loaded]:
+        """Ask the coordinator, and make the record unless there is one of that generation."""
+        key = wish.ask.key
+        granted = self._client.acquire(wish.ask, timeout_s, wish.progress)
+        with self._lock:
+            record = self._records.adopt(key, granted.gen, wish.origin, claim)
+        if record is not None:
+            return record
+        from gpu_worker import module
+
+        flight.in_skeleton = True
+        assembled = module.assemble(key, wish.skeleton, granted.buffer, wish.train)
+        if assembled.unexpected:
+            names = ", ".join(assembled.unexpected[:20])
+            count = len(assembled.unexpected)
+            logger.warning("the skeleton has no place for %d of %r: %s", count, key, names)
+        loaded = _Loaded(assembled.module, wish.train)
+        record = Record(key, granted.gen, wish.origin, loaded)
+        with self._lock:
+            dropped = self._records.admit(record, claim)
+        del dropped
+        return record
+
+    # --- for handles ----------------------------------------------------------------------------
+
+    @property
+    def finalizers(self) -> Keeper:
+        """Takes what a finalizer wants done: anything that is called with no argument."""
+        return self._client.keeper
+
+    def lock_module(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
+        """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
+        self._check_caller()
+        with self._lock:
+            return self._records.lock(claim, lock).module
+
+    def unlock_module(self, lock: LockId) -> None:
+        """End a lock, if it is one."""
+        self._settle(functools.partial(self._records.unlock, lock))
+
+    def unlock_last(self, claim: ClaimId) -> None:
+        """End the newest lock made through `claim`. Raises CallerError if there is none."""
+
+        def end() -> list[_Loaded]:
+            lock = self._records.last_lock(claim)
+            if lock is None:
+                raise CallerError("the handle is left more often than it was entered")
+            return self._records.unlock(lock)
+
+        self._settle(end)
+
+    def end_claim(self, claim: ClaimId) -> None:
+        """End a claim, if it is one."""
+        self._settle(functools.partial(self._records.end_claim, claim))
+
+    def _settle(self, end: Callable[[], list[_Loaded]]) -> None:
+        """End a use of a record. What is let go of is destroyed after the lock is free."""
+        if os.getpid() != self._client.pid:
+            return  # what a forked child inherited is its parent's to end
+        if owned(self._lock):
+            # Inside another call of this thread, as by a finalizer: the keeper does it after that.
+            self._client.keeper.put(functools.partial(self._settle, end))
+            return
+        with self._lock:
+            dropped = end()
+        del dropped
+
+    def _check_caller(self, *, waits: bool = False) -> None:
+        """Refuse a caller that could only hang, or that this worker does not belong to."""
+        if waits:
+            self._client.check_caller()
+        elif os.getpid() != self._client.pid:
+            raise ForkedProcess("this worker was attached by the parent of this process")
+        if owned(self._lock):
+            refuse_reentry()

@@ -1,0 +1,125 @@
+"""The benchmarks run and have the rows they promise. Sizes are small: no figure of speed counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rows import Claim, Row, interleave, percentile
+
+ROOT = Path(__file__).parents[2]
+ROW_FIELDS = {"case", "ours", "floor", "peers", "ratio_to_floor", "ratio_to_best_peer"}
+LOAD_FILE = "safetensors load_file"
+OTHERS = (
+    "torch.load(mmap=True)",
+    "torch.multiprocessing file_system",
+    "torch.multiprocessing file_descriptor",
+    "ray get + from_numpy",
+)
+WITHOUT_OTHERS = [argument for name in OTHERS for argument in ("--skip", name)]
+
+
+def run(*arguments: str) -> list[dict]:
+    """Run a benchmark as `scripts/bench` does, and return its rows."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    rows = json.loads(ended.stdout)["rows"]
+    for row in rows:
+        assert set(row) >= ROW_FIELDS, row
+    return rows
+
+
+def claims(row: dict) -> dict[str, float]:
+    return {claim["what"]: claim["value"] for claim in row["claims"]}
+
+
+@pytest.mark.process
+def test_attach_times_ours_the_floor_and_a_peer_in_all_four_circumstances():
+    """`attach --json` has a row per circumstance, with positive times and the ratios of these."""
+    rows = run(
+        *("attach", "--size-mb", "4", "--tensors", "60", "--warm-mb", "0"),
+        *("--rounds", "3", "--fresh-rounds", "1", *WITHOUT_OTHERS),
+    )
+    assert len({row["case"] for row in rows}) == 4
+    for row in rows:
+        assert set(row["peers"]) == {LOAD_FILE}
+        assert 0 < row["floor"] < 10 and 0 < row["ours"] < 10
+        assert row["ratio_to_floor"] == pytest.approx(row["ours"] / row["floor"])
+        assert row["ratio_to_best_peer"] == pytest.approx(row["ours"] / row["peers"][LOAD_FILE])
+    assert "repeated attach / floor" in claims(rows[0])
+    assert claims(rows[2]) == {f"times as fast as {LOAD_FILE}": 1 / rows[2]["ratio_to_best_peer"]}
+
+
+@pytest.mark.process
+def test_memory_finds_one_copy_of_ours_and_a_private_copy_per_process_of_the_peer():
+    """`memory --json`: PSS is one copy however many workers; converted by each it is as many."""
+    workers = 3
+    rows = run(
+        *("memory", "--size-mb", "24", "--tensors", "60", "--warm-mb", "0"),
+        *("--workers", str(workers), *WITHOUT_OTHERS),
+    )
+    plain, committed, fds, converted, few_fds, small_shm = rows
+    for row in (plain, converted):
+        assert 0.9 < row["ratio_to_floor"] <= 1.02, row
+    assert converted["floor"] == pytest.approx(plain["floor"] / 2, rel=0.1)
+    (private_copies,) = converted["peers"].values()
+    assert private_copies > 0.9 * workers * converted["floor"]
+    assert claims(committed)["maps of the segment that the kernel charged"] == 0
+    assert fds["ours"] <= 1
+    assert claims(fds)["fds of the coordinator per model"] == 1
+    assert few_fds["ours"] == 60 and few_fds["beside"]["limit of fds"] == 256
+    if small_shm["floor"] is not None:
+        assert small_shm["ours"] == 60 and small_shm["beside"]["/dev/shm_bytes"] == 1 << 20
+
+
+def test_interleave_takes_one_sample_of_each_per_round():
+    """Every round has one sample of each, in changing order; the warm-up does not count."""
+    taken: list[str] = []
+
+    def sample(name: str) -> int:
+        taken.append(name)
+        return len(taken)
+
+    found = interleave(6, {name: partial(sample, name) for name in "abc"})
+    rounds = [taken[start : start + 3] for start in range(0, len(taken), 3)]
+    assert len(rounds) == 7 and all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 1
+    assert {name: len(samples) for name, samples in found.items()} == {"a": 6, "b": 6, "c": 6}
+    assert min(min(samples) for samples in found.values()) > 3
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([5.0], 99, 5.0), (range(1, 101), 99, 99), (range(1, 101), 100, 100), ([3, 1, 2], 50, 2)],
+)
+def test_percentile_is_a_value_that_so_many_do_not_exceed(values, percent, expected):
+    """By the nearest rank, so that it is a sample and no interpolation."""
+    assert percentile(values, percent) == expected
+
+
+def test_a_row_compares_ours_with_the_best_peer_and_says_which_claims_hold():
+    """Ratios are ours divided by the other; a claim at its limit still holds."""
+    missed = Claim("times as fast", 3.9, 4.0, "at least")
+    row = Row("case", "s", 2.0, 4.0, {"slow": 10.0, "quick": 1.0}, [Claim("x", 2.0, 2.0), missed])
+    plain = row.plain()
+    assert plain["ratio_to_floor"] == 0.5 and plain["ratio_to_best_peer"] == 2.0
+    assert [claim.holds for claim in row.claims] == [True, False]
+
+
+def test_a_row_without_floor_or_peers_has_no_ratios():
+    """Nothing to divide by is no ratio, not a failure."""
+    plain = Row("case", "count", 0.0, 0.0).plain()
+    assert plain["ratio_to_floor"] is None and plain["ratio_to_best_peer"] is None

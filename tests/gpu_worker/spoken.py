@@ -1,0 +1,167 @@
+"""A coordinator spoken by hand, and a client attached to it, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from gpu_worker import registry
+from gpu_worker.client import Client
+from gpu_worker.request import Ask
+from shm_store import channel, segment
+from shm_store.errors import WeightCacheError
+from shm_store.keys import Fingerprint, GenerationId, Key, RequestId
+from shm_store.wire import (
+    Cause,
+    Fail,
+    Flush,
+    Flushed,
+    Grant,
+    Reserve,
+    Resume,
+    Space,
+    Ticket,
+    decode,
+    encode,
+    resume_decoder,
+    session_decoder,
+)
+from tests.gpu_worker.sealed import seal
+
+WAIT_S = 10.0
+KEY = Key("tests/weights")
+
+
+class SpokenCoordinator:
+    """Listens on `path`. Every read has a timeout; `fds` are those of the last message read.
+
+    `gen` is a generation that nobody else in this process uses.
+    """
+
+    numbers = itertools.count(1)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.gen = GenerationId(f"{os.getpid()}-{next(self.numbers)}")
+        self.listener = channel.listen(path)
+        self.threads = ThreadPoolExecutor(16)
+        self.clients: list[Client] = []
+        self.peers: list[channel.Channel] = []
+        self.fds: list[int] = []
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.stop()
+        for peer in self.peers:
+            peer.close()
+        channel.close_all(self.fds)
+        self.listener.close()
+        self.threads.shutdown()
+
+    # --- connections ----------------------------------------------------------------------------
+
+    def call(self, function, *arguments) -> Future:
+        """Run something in another thread."""
+        return self.threads.submit(function, *arguments)
+
+    def connecting(self) -> bool:
+        """Whether somebody has connected and was not accepted yet."""
+        return bool(select.select([self.listener], [], [], 0)[0])
+
+    def accept(self) -> Resume:
+        """Take the next connection; `self.peer` is its channel."""
+        assert select.select([self.listener], [], [], WAIT_S)[0], "nobody connects"
+        connected, _ = self.listener.accept()
+        connected.settimeout(WAIT_S)
+        self.peer = channel.Channel(connected)
+        self.peers.append(self.peer)
+        received = self.peer.receive()
+        assert received is not None
+        return decode(resume_decoder, received[0])
+
+    def attach(self) -> Client:
+        """Attach this process and answer its handshake."""
+        attaching = self.call(registry.share, self.path, "test", "cpu")
+        self.accept()
+        self.answer_flush()
+        self.clients.append(attaching.result(WAIT_S))
+        return self.clients[-1]
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def receive(self):
+        """The next message; None at end of file."""
+        channel.close_all(self.fds)
+        self.fds = []
+        received = self.peer.receive()
+        if received is None:
+            return None
+        data, self.fds = received
+        return decode(session_decoder, data)
+
+    def expect(self, kind: type):
+        message = self.receive()
+        assert isinstance(message, kind), message
+        return message
+
+    def send(self, message, *fds: int) -> None:
+        """Send, and close the fds."""
+        self.peer.send(encode(message), fds)
+        channel.close_all(fds)
+
+    def answer_flush(self) -> None:
+        self.send(Flushed(self.expect(Flush).rid))
+
+    def fail(self, rid: RequestId, error: WeightCacheError) -> None:
+        self.send(Fail(rid, Cause.of(error)))
+
+    def grant(self, rid: RequestId) -> None:
+        """Grant a sealed segment whose one tensor `w` counts from 0 to 15."""
+        self.send(Grant(rid, self.gen), seal({"w": torch.arange(16.0)}, self.gen))
+
+    def ticket(self, rid: RequestId) -> None:
+        self.send(Ticket(rid, self.gen, KEY, Fingerprint("build:")))
+
+    def reservation(self, rid: RequestId) -> Reserve:
+        """Give the ticket; return the RESERVE that follows."""
+        self.ticket(rid)
+        return self.expect(Reserve)
+
+    def send_space(self, reserve: Reserve) -> int:
+        """Send a backed segment; return an fd of it that is the test's own."""
+        fd = segment.create(reserve.gen)
+        os.posix_fallocate(fd, 0, reserve.size_bytes)
+        self.send(Space(reserve.gen), os.dup(fd))
+        return fd
+
+    def in_step(self, client: Client) -> None:
+        """Return once the client has taken everything sent so far; it must have said nothing."""
+        flushing = self.call(client.flush, WAIT_S)
+        self.answer_flush()
+        flushing.result(WAIT_S)
+
+
+def built(build=lambda: {"w": torch.ones(4)}, version: str = "") -> Ask:
+    """Ask for weights that this process can build."""
+    return Ask(KEY, None, build, version)
+
+
+def segments_open(coordinator: SpokenCoordinator) -> list[str]:
+    """This process's fds of the segment that a test plays with."""
+    return fds_of(f"/memfd:weight-cache:{coordinator.gen} (deleted)")
+
+
+def fds_of(target: str) -> list[str]:
+    """This process's fds of one file."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") == target:
+                found.append(fd)
+        except FileNotFoundError:
+            pass  # the one that listed them
+    return found

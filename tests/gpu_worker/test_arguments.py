@@ -1,0 +1,109 @@
+"""Arguments are refused before anything is done with them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import gpu_worker
+from gpu_worker import arguments
+from gpu_worker.records import Origin
+from shm_store.errors import ArgumentRefused, KeyRefused
+from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path
+
+
+def build():
+    raise AssertionError("it must not run")
+
+
+class TestAsked:
+    def test_a_source_is_known_by_its_absolute_path(self, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        for source in ("w.safetensors", Path("w.safetensors"), f"{tmp_path}/./w.safetensors"):
+            ask, origin = arguments.asked("k", source, None, "")
+            assert (ask.key, ask.source, ask.build) == ("k", f"{tmp_path}/w.safetensors", None)
+            assert origin == Origin("source", f"{tmp_path}/w.safetensors")
+
+    def test_what_is_built_is_known_by_its_version(self):
+        ask, origin = arguments.asked("k", None, build, "v2")
+        assert (ask.source, ask.build, ask.version) == (None, build, "v2")
+        assert origin == Origin("build", "v2")
+
+    @pytest.mark.parametrize(
+        ("source", "built", "version"),
+        [
+            pytest.param(None, None, "", id="neither"),
+            pytest.param("f", build, "", id="both"),
+            pytest.param(None, "not callable", "", id="a build that cannot be called"),
+            pytest.param("f", None, "v2", id="a version of a file"),
+            pytest.param(None, build, "v" * 121, id="a version too long"),
+            pytest.param(None, build, "\ud800", id="a version without UTF-8"),
+            pytest.param(None, build, 2, id="a version that is no text"),
+            pytest.param(b"f", None, "", id="a path in bytes"),
+            pytest.param(3, None, "", id="an fd"),
+        ],
+    )
+    def test_what_contradicts_itself_is_refused(self, source, built, version):
+        with pytest.raises(ArgumentRefused):
+            arguments.asked("k", source, built, version)
+
+    @pytest.mark.parametrize("key", ["", " k", "k\n", "k" * 513, None, b"k"])
+    def test_a_key_that_is_none_is_refused(self, key):
+        with pytest.raises(KeyRefused):
+            arguments.asked(key, "f", None, "")
+
+
+class TestTimeout:
+    @pytest.mark.parametrize(("timeout", "result"), [(None, None), (0, 0.0), (2, 2.0), (0.5, 0.5)])
+    def test_it_is_in_seconds(self, timeout, result):
+        assert arguments.timeout_s(timeout) == result
+
+    @pytest.mark.parametrize("timeout", [-1, -1e-9, math.nan, math.inf, 2e9, True, "1"])
+    def test_a_time_that_nobody_can_wait_is_refused(self, timeout):
+        with pytest.raises(ArgumentRefused):
+            arguments.timeout_s(timeout)
+
+
+class TestAttach:
+    @pytest.mark.parametrize("device", ["cuda:0", "meta", "", 0])
+    def test_an_unknown_device_is_refused_with_the_known_ones(self, device):
+        with pytest.raises(ArgumentRefused, match="cpu"):
+            gpu_worker.attach("/none", device=device)
+
+    @pytest.mark.parametrize("name", ["n" * 201, "two\nlines", "\ud800", 7])
+    def test_a_name_that_cannot_be_shown_is_refused(self, name):
+        with pytest.raises(ArgumentRefused, match="name="):
+            gpu_worker.attach("/none", name=name)
+
+    def test_a_path_too_long_for_a_socket_is_refused(self, tmp_path):
+        with pytest.raises(ArgumentRefused, match="socket path"):
+            gpu_worker.attach(str(tmp_path / ("s" * 108)))
+
+    def test_the_programs_name_is_made_fit(self, monkeypatch):
+        monkeypatch.setattr("sys.argv", ["/opt/a\nb" + "c" * 300])
+        assert arguments.program_name() == "ab" + "c" * 198
+        monkeypatch.setattr("sys.argv", [])
+        assert arguments.program_name() == ""
+
+
+class TestSocketPath:
+    def test_the_argument_wins_then_the_variable_then_the_default(self, monkeypatch):
+        monkeypatch.setenv(SOCKET_VARIABLE, "/run/chosen")
+        assert socket_path("/run/argument") == "/run/argument"
+        assert socket_path(Path("/run/argument")) == "/run/argument"
+        assert socket_path() == "/run/chosen"
+        monkeypatch.setenv(SOCKET_VARIABLE, "")
+        assert socket_path() == default_socket_path()
+        monkeypatch.delenv(SOCKET_VARIABLE)
+        assert socket_path() == default_socket_path()
+
+    def test_the_default_is_a_place_of_the_user(self, monkeypatch, tmp_path):
+        """Without XDG_RUNTIME_DIR, too, and without a warning: both ends find the same one."""
+        tmp_path.chmod(0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert default_socket_path().endswith("/weight-cache/coordinator.sock")
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        assert default_socket_path().endswith("/weight-cache/coordinator.sock")
+        assert default_socket_path() == default_socket_path()

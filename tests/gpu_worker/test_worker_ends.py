@@ -1,0 +1,299 @@
+"""Processes that end or fork while they hold weights: nothing hangs, crashes or speaks up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.gpu_worker.template import Template
+from tests.processes import ROOT, Coordinator, Peer
+
+pytestmark = pytest.mark.process
+
+WAIT_S = 60.0
+
+ATTACHED = """
+    import os, sys, warnings
+    import torch, gpu_worker
+    from gpu_worker import ForkedProcess
+    # Python 3.12 warns of every fork beside threads: that is what is tried here.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    worker = gpu_worker.attach(sys.argv[1])
+    def skeleton():
+        return torch.nn.Linear(3, 2)
+    def load():
+        return worker.load("linear", skeleton=skeleton, build=skeleton)
+"""
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    started = Template(tmp_path_factory.mktemp("template"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def run(served, template):
+    """Runs a script that has attached; it must say nothing on stderr."""
+
+    def run(script: str, socket: str = served.socket, *arguments: str) -> str:
+        whole = textwrap.dedent(ATTACHED) + textwrap.dedent(script)
+        code, stdout, stderr = template.run(whole, socket, *arguments)
+        assert (code, stderr) == (0, "")
+        return stdout
+
+    return run
+
+
+class TestExit:
+    @pytest.mark.parametrize(
+        "script",
+        [
+            pytest.param("", id="idle"),
+            pytest.param("state = worker.state_dict('k', build=skeleton)", id="tensors live"),
+            pytest.param("handle = load(); module = handle.__enter__()", id="locked"),
+            pytest.param("load(); cycle = [load()]; cycle.append(cycle)", id="garbage"),
+            pytest.param("import atexit; atexit.register(worker.shutdown)", id="shutdown at exit"),
+            pytest.param(
+                "import atexit; handle = load(); atexit.register(handle.close)", id="late close"
+            ),
+            pytest.param("worker.shutdown()", id="shut down"),
+        ],
+    )
+    def test_it_is_clean_whatever_is_held(self, run, script):
+        run(script)
+
+    def test_it_is_clean_while_daemon_threads_build_and_wait(self, run):
+        """Being told of the end would make them print a traceback."""
+        run(
+            """
+            import threading
+            building = threading.Event()
+            def build():
+                building.set()
+                threading.Event().wait()
+            def load():
+                worker.state_dict("never", build=build)
+            for _ in range(3):
+                threading.Thread(target=load, daemon=True).start()
+            assert building.wait(60)
+            """
+        )
+
+    def test_it_is_clean_while_the_keeper_is_at_work(self, run):
+        """A daemon thread that runs torch while the interpreter ends aborts the process."""
+        run(
+            """
+            class Slow(torch.nn.Linear):
+                def __init__(self):
+                    super().__init__(3, 2)
+                def __del__(self):
+                    for _ in range(2000):
+                        torch.ones(1000).sum()
+            for number in range(20):
+                worker.load(f"k{number}", skeleton=Slow, build=skeleton)
+            for number in range(20):
+                worker.finalizers.put(lambda key=f"k{number}": worker.evict(key))
+            """
+        )
+
+    def test_it_is_clean_after_the_coordinator_is_gone(self, run, tmp_path):
+        mortal = Coordinator(str(tmp_path / "s"))
+        script = """
+            state = load()
+            os.kill(int(sys.argv[2]), 9)
+        """
+        run(script, mortal.socket, str(mortal.pid))
+        mortal.stop()
+
+
+class TestFork:
+    def test_a_forked_child_is_told_so_and_ends_clean(self, run):
+        """Every call raises; what it inherited still computes; the parent goes on undisturbed."""
+        out = run(
+            """
+            handle = load()
+            state = worker.state_dict("state", build=lambda: {"w": torch.arange(4.0)})
+            with handle as module:
+                expected = module(torch.ones(3))
+                child = os.fork()
+                if not child:
+                    for call in (
+                        load,
+                        lambda: worker.state_dict("linear", build=skeleton),
+                        lambda: worker.use("linear", skeleton=skeleton, build=skeleton).__enter__(),
+                        lambda: worker.evict("linear"),
+                        lambda: worker.flush(),
+                        lambda: worker.shutdown(),
+                        handle.__enter__,
+                    ):
+                        try:
+                            call()
+                        except ForkedProcess:
+                            pass
+                        else:
+                            print("a call was let through")
+                    assert torch.equal(module(torch.ones(3)), expected)
+                    handle.close()
+                    del state
+                    sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            worker.flush()
+            assert state["w"].sum() == 6
+            del state, module
+            handle.close()
+            assert worker.evict("linear")
+            assert worker.shutdown() == ()
+            print("the parent is done")
+            """
+        )
+        assert out == "the parent is done\n"
+
+    def test_a_child_may_attach_by_itself(self, run):
+        run(
+            """
+            state = load()
+            child = os.fork()
+            if not child:
+                with gpu_worker.attach(sys.argv[1]) as worker:
+                    with worker.use("linear", skeleton=skeleton, build=skeleton) as module:
+                        module(torch.ones(3))
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            worker.flush()
+            """
+        )
+
+    def test_a_child_keeps_no_fd_of_the_parents(self, run):
+        """So that the parent's connection ends with the parent."""
+        run(
+            """
+            load()
+            def sockets():
+                links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+                names = [os.readlink(link) for link in links if os.path.lexists(link)]
+                return [name for name in names if "socket:" in name or "eventfd" in name]
+            assert len(sockets()) == 2
+            child = os.fork()
+            if not child:
+                os._exit(len(sockets()))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            """
+        )
+
+    def test_a_fork_in_the_middle_of_everything_hangs_nobody(self, run):
+        """Other threads hold every lock there is, again and again, while this one forks."""
+        run(
+            """
+            import threading
+            stop = threading.Event()
+            def work():
+                while not stop.is_set():
+                    with worker.use("linear", skeleton=skeleton, build=skeleton):
+                        worker.evict("linear")
+                    gpu_worker.attach(sys.argv[1]).shutdown()
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for _ in range(25):
+                child = os.fork()
+                if not child:
+                    try:
+                        worker.flush()
+                    except ForkedProcess:
+                        gpu_worker.attach(sys.argv[1]).shutdown()
+                        os._exit(0)
+                    os._exit(1)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            stop.set()
+            for thread in threads:
+                thread.join()
+            """
+        )
+
+
+class TestImport:
+    """In processes of their own, which have imported nothing yet."""
+
+    def test_it_is_cheap(self):
+        python(
+            """
+            import sys
+            import gpu_worker
+            assert gpu_worker.Worker.load
+            heavy = {"torch", "numpy", "accelerate", "transformers", "platformdirs"}
+            assert not heavy & set(sys.modules), heavy & set(sys.modules)
+            """
+        )
+
+    def test_it_works_where_nothing_else_does(self):
+        """Elsewhere than on Linux, attaching says that it cannot be done."""
+        python(
+            """
+            import os, select, socket, sys
+            for module, names in (
+                (os, ("eventfd", "EFD_CLOEXEC", "memfd_create", "pidfd_open", "register_at_fork",
+                      "posix_fallocate")),
+                (socket, ("AF_UNIX", "CMSG_SPACE", "SO_PEERCRED", "MSG_CMSG_CLOEXEC")),
+                (select, ("poll",)),
+            ):
+                for name in names:
+                    delattr(module, name)
+            sys.modules["fcntl"] = None
+            import gpu_worker
+            try:
+                gpu_worker.attach("/none")
+            except gpu_worker.PlatformUnsupported as error:
+                assert error.exit_code == 7
+            else:
+                sys.exit(1)
+            """
+        )
+
+
+def python(script: str) -> None:
+    """Run a script in a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_ends_a_waiting_process_clean(served):
+    """S23: Ctrl-C in a load; the request is given up, and the peer that builds goes on."""
+    owner = Peer(served.socket)
+    ticket = owner.ticket("interrupted")
+    script = """
+        print("asking", flush=True)
+        try:
+            worker.state_dict("interrupted", build=skeleton)
+        except KeyboardInterrupt:
+            worker.flush()
+            sys.exit(3)
+    """
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(ATTACHED) + textwrap.dedent(script),
+            served.socket,
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "asking\n"
+    while not any("interrupted" in session.waiting_for for session in owner.status().sessions[1:]):
+        pass
+    started.send_signal(signal.SIGINT)
+    _, stderr = started.communicate(timeout=WAIT_S)
+    assert (started.returncode, stderr) == (3, "")
+    assert owner.generation("interrupted").generation == ticket.gen
