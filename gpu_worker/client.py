@@ -345,7 +345,9 @@ class Client:
     def _end(self, ended: mapping.Mapping) -> None:
         """Unmap what no tensor uses any more, then give its lease back."""
         assert self._mappings is not None
-        self._release(ended.gen, self._mappings.unmap(ended))
+        self._mappings.unmap(ended)
+        with self._lock:
+            self._connection.post(Release(ended.gen, self._mappings.forget(ended)))
         self._unused(self)
 
     def _mapped(self) -> bool:

@@ -127,7 +127,7 @@ class MappingTable:
         self._pid = os.getpid()
 
     def __len__(self) -> int:
-        """Return how many mappings are not unmapped yet, with or without live tensors."""
+        """Return how many mappings are not forgotten yet, with or without live tensors."""
         return self._count
 
     def granted(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
@@ -165,11 +165,8 @@ class MappingTable:
         finally:
             os.close(fd)
 
-    def unmap(self, mapping: Mapping) -> LeaseId:
+    def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.
-
-        Returns:
-            The lease that may be released now.
 
         Raises:
             ForkedProcess: the mapping belongs to the parent of this process. Nothing is unmapped.
@@ -180,6 +177,13 @@ class MappingTable:
         end = mapping.address + round_up(mapping.size_bytes, PAGE_BYTES)
         for start in range(mapping.address, end, UNMAP_STEP_BYTES):
             _unmap(start, min(UNMAP_STEP_BYTES, end - start))
+
+    def forget(self, mapping: Mapping) -> LeaseId:
+        """Count a mapping that was unmapped no longer, and return the lease to release for it.
+
+        A step of its own: who counts mappings to know whether it may close the connection must not
+        find none while that release is still to be sent.
+        """
         with self._lock:
             self._count -= 1
             if self._mappings.get(mapping.gen) is mapping:

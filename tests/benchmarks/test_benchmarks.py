@@ -119,6 +119,13 @@ def test_a_row_compares_ours_with_the_best_peer_and_says_which_claims_hold():
     assert [claim.holds for claim in row.claims] == [True, False]
 
 
+def test_the_best_peer_is_the_one_with_most_where_more_is_better():
+    """Where tensors that arrived are counted, a peer that got none across is not the best."""
+    row = Row("case", "count", 60.0, 60.0, {"none": 0.0, "half": 30.0}, better="more")
+    assert row.ratio_to_best_peer == 2.0
+    assert Row("case", "count", 60.0, 60.0, {"none": 0.0}, better="more").ratio_to_best_peer is None
+
+
 def test_a_row_without_floor_or_peers_has_no_ratios():
     """Nothing to divide by is no ratio, not a failure."""
     plain = Row("case", "count", 0.0, 0.0).plain()

@@ -98,6 +98,25 @@ class TestGrants:
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
         assert maps_of(coordinator.gen) == []
 
+    def test_the_connection_stays_until_that_release_is_sent(
+        self, coordinator, client, asked, monkeypatch
+    ):
+        """Closed in between, the lease would last as long as this process."""
+        asking, rid = asked()
+        coordinator.grant(rid)
+        closed = []
+        unmap = mapping.MappingTable.unmap
+
+        def unmap_and_look(table, ended):
+            unmap(table, ended)
+            closed.append(client.close_if_unused())
+
+        monkeypatch.setattr(mapping.MappingTable, "unmap", unmap_and_look)
+        asking.result(WAIT_S)
+        del asking
+        assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
+        assert closed == [False]
+
     def test_a_second_grant_shares_the_map_and_replaces_the_lease(self, coordinator, asked):
         """Rules 2 and 3: one mapping per generation, and the release names the last grant."""
         first, rid = asked()

@@ -62,8 +62,14 @@ class Keeper:
         """Unmap everything that has ended; return the leases released."""
         released: list[int] = []
         while not self.ended.empty():
-            released.append(self.table.unmap(self.ended.get()))
+            released.append(end(self.table, self.ended.get()))
         return released
+
+
+def end(table: MappingTable, mapping: mapping.Mapping) -> int:
+    """What the client's keeper does with a mapping; returns the lease it releases."""
+    table.unmap(mapping)
+    return table.forget(mapping)
 
 
 @pytest.fixture
@@ -197,7 +203,7 @@ def test_a_grant_is_mapped_and_ends_with_its_last_tensor(keeper, fd):
     assert len(keeper.table) == 1
     mapping_ended = keeper.ended.get()
     assert (mapping_ended.gen, mapping_ended.key) == (GEN, KEY)
-    assert keeper.table.unmap(mapping_ended) == 7
+    assert end(keeper.table, mapping_ended) == 7
     assert maps_of(GEN) == []
     assert len(keeper.table) == 0
 
@@ -224,7 +230,7 @@ def test_a_grant_after_the_last_tensor_outlives_the_bytes_still_mapped(keeper, f
     assert len(maps_of(GEN)) == 1
     keeper.grant(9, fd, wanted=False)
     assert len(maps_of(GEN)) == 2
-    assert keeper.table.unmap(keeper.ended.get()) == 7
+    assert end(keeper.table, keeper.ended.get()) == 7
     assert len(maps_of(GEN)) == 1
     assert keeper.release() == [9]
     assert maps_of(GEN) == []
@@ -291,7 +297,7 @@ def test_leases_end_exactly_when_nothing_is_mapped_whatever_the_threads_do(keepe
 
     def keep():
         while (ended := keeper.ended.get()) is not None:
-            release(keeper.table.unmap(ended))
+            release(end(keeper.table, ended))
 
     thread = threading.Thread(target=keep)
     thread.start()
@@ -388,7 +394,7 @@ def test_a_forked_child_cannot_unmap_for_its_parent(keeper, fd):
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert keeper.table.unmap(ended) == 7
+    assert end(keeper.table, ended) == 7
 
 
 SCRIPT = """
