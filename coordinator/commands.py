@@ -10,17 +10,19 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from coordinator.cli import run_coordinator
-from shm_store.errors import ArgumentRefused
+from shm_store.errors import ArgumentRefused, LoadTimeout, NoCoordinator
 from shm_store.keys import parse_key
-from shm_store.paths import socket_path
+from shm_store.paths import SOCKET_VARIABLE, socket_path
 
 if TYPE_CHECKING:
     from coordinator.operator import Operator
+    from shm_store.report import StatusReport
 
 EXIT_CODES = """\
 \b
@@ -31,7 +33,7 @@ Exit codes:
   3  the checkpoint file cannot be used
   4  no room, no memory, or not done in time
   5  the process at the other end is at fault
-  6  no coordinator answers, or it went away
+  6  no coordinator answers, it went away, or another one has the socket
   7  this system lacks something
   130  interrupted
 `launch` exits with the code of the first worker that fails (128 + N for signal N)."""
@@ -43,7 +45,30 @@ LOAD_TIMEOUT_S = 300.0
 LONG_LIVED = ("serve", "launch")
 """Commands that outlive the reader of their output."""
 
-Key = Annotated[str, typer.Argument(help="Name of the weights.")]
+
+class PlainCommand(TyperCommand):
+    """A command whose help has arguments by their names: KEY, not `{key}` and `key <str>`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [str(self.options_metavar), *(name for name, _ in self._arguments())]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        if arguments := self._arguments():
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        options = [p.get_help_record(ctx) for p in self.get_params(ctx) if p.opts[0][0] == "-"]
+        with formatter.section("Options"):
+            formatter.write_dl([shown for shown in options if shown])
+
+    def _arguments(self) -> list[tuple[str, str]]:
+        return [
+            (str(p.metavar), getattr(p, "help", None) or "")
+            for p in self.params
+            if p.param_type_name == "argument"
+        ]
+
+
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Name of the weights.")]
 Socket = Annotated[
     str | None,
     typer.Option(
@@ -99,20 +124,25 @@ def _before(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def serve(socket: Socket = None, ram_budget: RamBudget = None) -> None:
     """Run a coordinator in the foreground until it is drained."""
     sys.exit(run_coordinator(socket, ram_budget))
 
 
 @app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    cls=PlainCommand,
+    options_metavar="[OPTIONS] --",
+    context_settings={"allow_interspersed_args": False},
 )
 def launch(
     command: Annotated[
-        list[str], typer.Argument(metavar="CMD", help="The worker's command and arguments.")
+        list[str],
+        typer.Argument(metavar="CMD...", help="The worker's command and its own options."),
     ],
-    workers: Annotated[int, typer.Option(min=1, max=4096, help="How many to start.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="How many to start.")
+    ] = 1,
     socket: Annotated[
         str | None,
         typer.Option(
@@ -126,7 +156,9 @@ def launch(
 ) -> None:
     """Start a coordinator and N workers that run CMD.
 
-    They end together. Workers find WEIGHT_CACHE_SOCKET, WEIGHT_CACHE_RANK and
+    Options of CMD come after `--`, or after its first word.
+
+    All end together. Workers find WEIGHT_CACHE_SOCKET, WEIGHT_CACHE_RANK and
     WEIGHT_CACHE_WORLD_SIZE in their environment. Signals are passed on to them. INT and TERM ask
     the group to end; the second one kills.
     """
@@ -140,19 +172,18 @@ def launch(
         workers=workers,
         socket=socket,
         ram_budget=ram_budget,
-        grace_s=_seconds(grace),
+        grace_s=_seconds("--grace", grace),
     )
     sys.exit(supervisor.launch(plan))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def status(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     socket: Socket = None,
 ) -> None:
     """Say what is held, by whom, and what it costs."""
-    path = socket_path(socket)
-    with _operator(path, "status") as operator:
+    with _operator(socket, "status") as operator:
         report = operator.status()
     if json:
         import msgspec
@@ -161,31 +192,50 @@ def status(
     else:
         from coordinator.display import show_status
 
-        show_status(report, path)
+        show_status(report, socket_path(socket))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def load(
     key: Key,
-    source: Annotated[str, typer.Argument(help="Path of a .safetensors file.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path of a .safetensors file.")],
     pin: Annotated[bool, typer.Option("--pin", help="Protect it from eviction.")] = False,
     timeout: Annotated[
-        float, typer.Option(metavar="S", help="Give up after S seconds without progress.")
+        float,
+        typer.Option(metavar="S", help="Give up after S seconds without progress; 0: do not wait."),
     ] = LOAD_TIMEOUT_S,
     socket: Socket = None,
 ) -> None:
     """Load weights from a file, for workers to find them ready."""
-    from coordinator.display import LoadProgress, size_text
+    from coordinator.display import LoadProgress, say, waiting_text
+    from shm_store.report import size_text
     from shm_store.source import open_source
 
     name = parse_key(key)
-    timeout_s = _seconds(timeout)
+    timeout_s = _seconds("--timeout", timeout)
     started_s = time.monotonic()
-    with _operator(socket_path(socket), "load") as operator:
+    with _operator(socket, "load") as operator:
         source_fd = open_source(source)
+
+        def tell_why(report: StatusReport) -> bool:
+            reason = waiting_text(report, name, os.fstat(source_fd).st_size)
+            if reason is not None:
+                say(reason)
+            return reason is not None
+
         try:
             with LoadProgress(key) as progress:
-                granted = operator.acquire(name, source, source_fd, timeout_s, progress.update)
+                granted = operator.acquire(
+                    name, source, source_fd, timeout_s, progress.update, tell_why
+                )
+        except LoadTimeout as error:
+            error.remedy = "see `weight-cache status` for what it waits for, or raise --timeout"
+            if timeout_s == 0:
+                raise LoadTimeout(
+                    f"{key!r} is not loaded yet, and --timeout 0 does not wait for it",
+                    remedy="give --timeout some seconds",
+                ) from error
+            raise
         finally:
             os.close(source_fd)
         if pin:
@@ -196,10 +246,11 @@ def load(
     print(f"{key}: generation {granted.gen}, {size_text(granted.size_bytes)}, {took_s:.2f} s")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def evict(
     key: Annotated[
-        str | None, typer.Argument(help="Name of the weights.", show_default=False)
+        str | None,
+        typer.Argument(metavar="[KEY]", help="Name of the weights.", show_default=False),
     ] = None,
     idle: Annotated[bool, typer.Option("--idle", help="All that nobody leases.")] = False,
     socket: Socket = None,
@@ -208,31 +259,35 @@ def evict(
     if (key is None) == (not idle):
         raise ArgumentRefused("evict takes a KEY, or else --idle")
     name = None if key is None else parse_key(key)
-    with _operator(socket_path(socket), "evict") as operator:
+    with _operator(socket, "evict") as operator:
         gone = operator.evict(name)
         operator.flush()
+        kept = operator.pinned_idle() if idle else ()
     print("\n".join(f"evicted {key}" for key in gone) or "nothing to evict")
+    if kept:
+        print(f"kept {len(kept)} pinned: {', '.join(kept)}")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def pin(key: Key, socket: Socket = None) -> None:
     """Protect weights from eviction, now and when they are loaded again."""
     name = parse_key(key)
-    with _operator(socket_path(socket), "pin") as operator:
+    with _operator(socket, "pin") as operator:
         operator.pin(name)
-    print(f"pinned {key}")
+        there = operator.has(name)
+    print(f"pinned {key}" if there else f"pinned {key} (nothing is loaded under this key yet)")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def unpin(key: Key, socket: Socket = None) -> None:
     """Take a pin back."""
     name = parse_key(key)
-    with _operator(socket_path(socket), "unpin") as operator:
+    with _operator(socket, "unpin") as operator:
         was_pinned = operator.unpin(name)
     print(f"unpinned {key}" if was_pinned else f"{key} was not pinned")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def drain(
     timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds to wait for those who hold weights.")
@@ -243,33 +298,47 @@ def drain(
 
     At the deadline it says who still holds what; the coordinator then goes on draining.
     """
-    timeout_s = _seconds(timeout)
-    with _operator(socket_path(socket), "drain") as operator:
+    timeout_s = _seconds("--timeout", timeout)
+    with _operator(socket, "drain") as operator:
         operator.drain(timeout_s)
     print("the coordinator has ended")
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(cls=PlainCommand)
 def demo(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[--json]", show_default=False)
+    json: Annotated[bool, typer.Option("--json", help="Print claims and figures as JSON.")] = False,
+    checkpoint_mib: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Size of the checkpoint that it generates.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show two processes that share one copy of a real model."""
     from coordinator.process_host import module_command
 
-    command = [*module_command("gpu_worker.demo"), *(arguments or ())]
+    command = module_command("gpu_worker.demo")
+    if json:
+        command += ["--json"]
+    if checkpoint_mib is not None:
+        command += ["--checkpoint-mib", str(checkpoint_mib)]
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
-def _operator(path: str, command: str) -> Operator:
+def _operator(socket: str | None, command: str) -> Operator:
     from coordinator.operator import Operator
 
-    return Operator.connect(path, command)
+    try:
+        return Operator.connect(socket_path(socket), command)
+    except NoCoordinator as error:
+        if socket is None and not os.environ.get(SOCKET_VARIABLE):
+            # The coordinators of `launch` are elsewhere, each on a path of its own.
+            error.remedy += ", or give the --socket that `weight-cache launch` printed"
+        raise
 
 
-def _seconds(seconds: float) -> float:
+def _seconds(option: str, seconds: float) -> float:
     if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # false for nan
-        raise ArgumentRefused(f"{seconds} is no time to wait", remedy="give seconds, 0 or more")
+        raise ArgumentRefused(f"{option} takes seconds, 0 or more, not {seconds:g}")
     return seconds

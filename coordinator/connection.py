@@ -18,6 +18,9 @@ from shm_store.wire import Cause, Fail, Filling, ToSession, encode
 BURST = 16
 """Messages read from one peer before the others get their turn."""
 
+LAST_WORDS_LIMIT = 1024
+"""More than a socket buffer holds. A forked child may still have the socket and go on talking."""
+
 
 class Connection:
     """A non-blocking channel on the event loop.
@@ -65,8 +68,9 @@ class Connection:
 
     def drain_input(self) -> None:
         """Read everything that has arrived: these are the last words of a process that ended."""
-        while self.open and self._read_one():
-            pass
+        for _ in range(LAST_WORDS_LIMIT):
+            if not self.open or not self._read_one():
+                return
 
     def close(self, reason: WeightCacheError | None = None) -> None:
         """Close at once; what was queued is lost. May be called again."""

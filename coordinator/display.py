@@ -10,32 +10,29 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from shm_store.errors import WeightCacheError
-from shm_store.report import GenerationReport, PoolReport, StatusReport
+from shm_store.errors import WeightCacheError, listed
+from shm_store.report import GenerationReport, PoolReport, StatusReport, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
+    from rich.text import Text
 
 LINE_PAUSE_S = 5.0
 """How often a long load says how far it is where there is no terminal to draw a bar on."""
 
-PIPE_COLUMNS = 240
-"""How wide a table may be where no terminal says."""
+PIPE_COLUMNS = 4096
+"""How wide a table may be where no terminal says: there, nothing is cut."""
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+HOLDERS_SHOWN = 3
+"""How many of those who fill a pool one line names."""
 
-
-def size_text(size_bytes: int) -> str:
-    """Return a size as people read it: "86.7 MiB"."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    power = (size_bytes.bit_length() - 1) // 10
-    return f"{size_bytes / 1024**power:.1f} {_UNITS[power - 1]}"
+POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
+RUNNING_STATES = ("open", "reserved", "filling")
 
 
 def plain(text: str) -> str:
@@ -62,7 +59,7 @@ def show_error(error: WeightCacheError) -> None:
     holders: Sequence[GenerationReport] = getattr(error, "holders", ())
     if holders:
         try:
-            _draw(generations_table(holders, {}), sys.stderr)
+            _draw(generations_table(holders), sys.stderr)
         except OSError:
             pass  # as in `say`
 
@@ -73,9 +70,8 @@ def show_status(report: StatusReport, socket: str) -> None:
     print(f"coordinator on {plain(socket)}: {state}", flush=True)
     _draw(pools_table(report.pools), sys.stdout)
     if report.generations:
-        names = {session.session: session.name for session in report.sessions}
         print()
-        _draw(generations_table(report.generations, names), sys.stdout)
+        _draw(generations_table(report.generations), sys.stdout)
     else:
         print("no weights are held")
     if report.sessions:
@@ -85,62 +81,142 @@ def show_status(report: StatusReport, socket: str) -> None:
         print("no worker is attached")
 
 
-def pools_table(pools: Iterable[PoolReport]) -> Table:
-    """Return a table of budgets, and of what fills them."""
-    kinds = ("leased", "retained", "filling", "retired", "private", "freeing")
+def pools_table(pools: Sequence[PoolReport]) -> Table:
+    """Return a table of budgets, and of what fills them: the kinds of which there is something."""
+    kinds = [kind for kind in POOL_KINDS if any(getattr(pool, f"{kind}_bytes") for pool in pools)]
     table = _table("pool", "limit", "in use", *kinds)
     for pool in pools:
         figures = [getattr(pool, f"{kind}_bytes") for kind in kinds]
         sizes = [pool.limit_bytes, pool.in_use_bytes, *figures]
-        table.add_row(plain(pool.name), *(size_text(size) for size in sizes))
+        table.add_row(plain(pool.name), *(_short_size(size) for size in sizes))
     return table
 
 
-def generations_table(generations: Iterable[GenerationReport], names: dict[int, str]) -> Table:
-    """Return a table of generations and who holds them.
-
-    Args:
-        names: of sessions, where they are known.
-    """
-    table = _table("key", "generation", "state", "size", "held by", "waiting")
+def generations_table(generations: Sequence[GenerationReport]) -> Table:
+    """Return a table of generations and who holds them: pids, whose names `sessions_table` has."""
+    waited_for = any(generation.waiting for generation in generations)
+    columns = ["key", "generation", "state", "size", "held by"]
+    table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key",))
     for generation in generations:
-        holders = ", ".join(
-            f"{plain(names.get(lease.session, ''))} pid {lease.pid} ({lease.age_s:.0f} s)".strip()
-            for lease in generation.leases
-        )
+        leases = (f"pid {lease.pid} ({_age_text(lease.age_s)})" for lease in generation.leases)
         table.add_row(
             plain(generation.key),
-            plain(generation.generation),
+            short_generation(generation.generation),
             plain(generation.state) + (", pinned" if generation.pinned else ""),
-            size_text(generation.size_bytes),
-            holders or "-",
-            str(generation.waiting),
+            _short_size(generation.size_bytes),
+            "\n".join(leases) or "-",
+            *([str(generation.waiting)] if waited_for else []),
         )
     return table
 
 
 def sessions_table(report: StatusReport) -> Table:
     """Return a table of attached processes."""
-    table = _table("session", "pid", "name", "device", "waiting for")
+    table = _table(
+        "session",
+        "pid",
+        "name",
+        "device",
+        "waiting for",
+        folded=("waiting for",),
+        cut=("name", "device"),
+    )
     for session in report.sessions:
-        waiting = ", ".join(plain(key) for key in session.waiting_for) or "-"
         table.add_row(
             str(session.session),
             str(session.pid) + ("" if session.connected else " (not connected)"),
-            plain(session.name),
-            plain(session.device),
-            waiting,
+            _cut(plain(session.name)),
+            _cut(plain(session.device)),
+            "\n".join(plain(key) for key in session.waiting_for) or "-",
         )
     return table
 
 
-def _table(*columns: str) -> Table:
+def short_generation(generation: str) -> str:
+    """Return what tells the generations of one coordinator apart: the end of the id."""
+    return plain(generation.rpartition("-")[2].lstrip("0")) or "0"
+
+
+def waiting_text(report: StatusReport, key: str, size_bytes: int) -> str | None:
+    """Say what a load of `size_bytes` under `key` waits for; None while that cannot be told.
+
+    The report has no queue: where the room is not enough, the load waits for room. Where it is,
+    either another process has the ticket, or others are before it in the queue. What can be evicted
+    counts as room, for it goes as soon as a load lacks it.
+    """
+    running = [g for g in report.generations if g.key == key and g.state in RUNNING_STATES]
+    if not running:
+        return None
+    state, pool_name = running[-1].state, running[-1].pool
+    if state == "reserved":
+        return "waiting for the kernel to provide its memory"
+    pool = next((pool for pool in report.pools if pool.name == pool_name), None)
+    if state == "filling" or pool is None:
+        return "waiting for another process to fill it"
+    free_bytes = max(0, pool.limit_bytes - pool.in_use_bytes)
+    idle_bytes = sum(
+        generation.size_bytes
+        for generation in report.generations
+        if generation.pool == pool.name
+        and generation.state == "ready"
+        and not (generation.leases or generation.pinned)
+    )
+    if size_bytes <= free_bytes + idle_bytes:
+        if any(key in session.waiting_for for session in report.sessions):
+            return "waiting for another process to fill it"
+        if not any(g.state == "open" and g.key != key for g in report.generations):
+            return None  # its loader is about to start
+    return (
+        f"waiting for room: pool {pool.name} has {size_text(free_bytes)} free of "
+        f"{size_text(pool.limit_bytes)}; held by {_pool_holders(report, pool.name)}"
+    )
+
+
+def _pool_holders(report: StatusReport, pool: str) -> str:
+    charged = [g for g in report.generations if g.pool == pool and g.size_bytes > 0]
+    charged.sort(key=lambda generation: -generation.size_bytes)
+    named = []
+    for generation in charged:
+        facts = [size_text(generation.size_bytes)]
+        facts += ["pinned"] if generation.pinned else []
+        facts += [f"pid {lease.pid}" for lease in generation.leases]
+        named.append(f"{generation.key!r} ({', '.join(facts)})")
+    return listed(named, HOLDERS_SHOWN) or "nobody"
+
+
+def _short_size(size_bytes: int) -> str:
+    """Return a size of at most 8 columns."""
+    text = size_text(size_bytes)
+    number, unit = text.split()
+    return text if len(number) < 5 else f"{float(number):.0f} {unit}"
+
+
+def _age_text(age_s: float) -> str:
+    if age_s < 120:
+        return f"{age_s:.0f} s"
+    return f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"
+
+
+def _cut(text: str) -> Text:
+    """Return a cell that is cut where it has no room."""
+    from rich.text import Text
+
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _table(*columns: str, folded: Sequence[str] = (), cut: Sequence[str] = ()) -> Table:
+    """Return an empty table.
+
+    Args:
+        folded: columns that go over lines where the terminal is too narrow: keys, never cut.
+        cut: columns of `_cut` cells. Every other one keeps its width.
+    """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=column not in (*folded, *cut), overflow="fold")
     return table
 
 

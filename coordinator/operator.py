@@ -56,10 +56,16 @@ ANSWER_LIMIT_S = 20.0
 EXIT_LIMIT_S = 20.0
 """How long a drained coordinator may take to close gigabytes and end."""
 
+QUIET_S = 1.0
+"""How long a load may stand still before its coordinator is asked why."""
+
 POLL_LIMIT_MS = 2**31 - 1
 
 FilledBytes = Callable[[int, int], None]
 """Called with the bytes filled so far, and all of them."""
+
+Waits = Callable[[StatusReport], bool]
+"""Called with the ledger while a load has not begun; says whether it has heard enough."""
 
 Kind = TypeVar("Kind", Done, Report, Flushed, Grant)
 
@@ -176,6 +182,7 @@ class Operator:
         message: FromSession,
         fds: Sequence[int] = (),
         on_filling: FilledBytes | None = None,
+        on_wait: Waits | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
         """Send `message` and return its final answer.
@@ -184,6 +191,7 @@ class Operator:
             message: with a `rid` from `next_rid`.
             fds: travel with it, and stay the caller's.
             on_filling: hears how far the fill is that this request waits for.
+            on_wait: hears every QUIET_S why there is no fill yet, until it has heard enough.
             timeout_s: how long the coordinator may be silent; None waits for ever.
 
         Raises:
@@ -198,7 +206,10 @@ class Operator:
             self.send(message, fds)
         except ConnectionLost as error:
             lost = error  # why it closed the connection may still be there to read
+        asked: RequestId | None = None
         while True:
+            if on_wait and asked is None and not _readable(self.fileno(), QUIET_S):
+                asked = self._ask_status()
             received = self.receive(timeout_s)
             if received is None:
                 raise self._end_of_file(lost)
@@ -215,10 +226,22 @@ class Operator:
                     raise cause.error()
                 case Done() | Report() | Flushed() if mine:
                     return Answer(answer)
+                case Report(rid, report) if on_wait and rid == asked:
+                    asked = None
+                    on_wait = None if on_wait(report) else on_wait
                 case Filling(_, done_bytes, total_bytes) if mine and on_filling is not None:
+                    on_wait = None
                     on_filling(done_bytes, total_bytes)
                 case _:
                     pass  # BYE, and answers to requests that were given up
+
+    def _ask_status(self) -> RequestId:
+        rid = self.next_rid()
+        try:
+            self.send(Status(rid))
+        except ConnectionLost:
+            pass  # the end of file that follows says it
+        return rid
 
     def _end_of_file(self, lost: ConnectionLost | None) -> CoordinatorLost:
         if self.left:
@@ -238,6 +261,16 @@ class Operator:
     def status(self) -> StatusReport:
         """Return the whole ledger."""
         return self._ask(Status(self.next_rid()), Report, ANSWER_LIMIT_S).report
+
+    def has(self, key: Key) -> bool:
+        """Return whether there are weights of `key`, or will be: somebody is loading them."""
+        found = [g.state for g in self.status().generations if g.key == key]
+        return any(state != "freeing" for state in found)
+
+    def pinned_idle(self) -> tuple[str, ...]:
+        """Return the keys of what nobody leases and a pin protects."""
+        found = self.status().generations
+        return tuple(g.key for g in found if g.pinned and not g.leases)
 
     def pin(self, key: Key) -> None:
         """Protect `key` from eviction."""
@@ -269,19 +302,21 @@ class Operator:
         source_fd: int,
         timeout_s: float,
         on_filling: FilledBytes | None = None,
+        on_wait: Waits | None = None,
     ) -> Granted:
         """Have `key` loaded from the opened `source`, unless it is, and return a lease on it.
 
         Args:
             source_fd: the opened file; stays the caller's.
             timeout_s: how long the load may stand still.
+            on_filling, on_wait: as for `request`.
 
         Raises:
             SourceError: the checkpoint cannot be used.
             ResourceError: no room, no memory, or no progress in time.
         """
         message = Acquire(self.next_rid(), key, source, "", timeout_s)
-        answer = self.request(message, (source_fd,), on_filling)
+        answer = self.request(message, (source_fd,), on_filling, on_wait)
         if not isinstance(answer.message, Grant):
             raise ProtocolViolation(f"a {type(answer.message).__name__} came instead of Grant")
         (fd,) = answer.fds

@@ -37,7 +37,8 @@ class Child:
         """Start `command`. Arguments as those of `subprocess.Popen`.
 
         Args:
-            own_group: signals to our process group, as from a terminal, do not reach it.
+            own_group: signals to our process group, as from a terminal, do not reach it; ours go
+                to all of its own, so that what a shell started for it ends too.
 
         Raises:
             OSError: it cannot be started; nothing runs.
@@ -51,6 +52,7 @@ class Child:
             env=env,
             process_group=0 if own_group else None,
         )
+        self._own_group = own_group
         try:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:
@@ -59,14 +61,26 @@ class Child:
             raise
 
     def send(self, number: int) -> None:
-        """Send a signal, if it has not ended."""
+        """Send a signal, if it was not reaped."""
+        if self.pidfd < 0:
+            return
         try:
-            signal.pidfd_send_signal(self.pidfd, number)
-        except OSError:
-            pass  # it has ended, and its end is on the way to us or was there already
+            if self._own_group:
+                # Until the leader is reaped nobody else can get its pid, or this group.
+                os.killpg(self.process.pid, number)
+            else:
+                signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            pass  # it has ended, and its end is on the way to us
 
     def reap(self) -> int:
-        """Return how it ended, as `subprocess` says it. Call once, when it has ended or will."""
+        """Return how it ended, as `subprocess` says it. Call once, when it has ended or will.
+
+        What it left behind in a group of its own is ended too.
+        """
+        if self._own_group:
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            self.send(signal.SIGKILL)
         code = self.process.wait()
         os.close(self.pidfd)
         self.pidfd = -1

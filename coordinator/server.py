@@ -42,6 +42,7 @@ from shm_store.errors import (
     WeightCacheError,
 )
 from shm_store.keys import GenerationId, RequestId, SessionId
+from shm_store.report import size_text
 from shm_store.wire import (
     VERSION,
     Acquire,
@@ -302,7 +303,7 @@ async def _serve(path: str, listener: socket.socket, limit: int) -> None:
     server = Server(loop, listener, limit)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.exit)
-    print(f"weight-cache: ready on {path} (ram budget {limit} bytes)", flush=True)
+    print(f"weight-cache: ready on {path} (ram budget {size_text(limit)})", flush=True)
     await server.stopped
     await server.close()
 

@@ -25,21 +25,48 @@ def asked(
     """Check what was asked for, and give it the form that requests and records know it by."""
     name = parse_key(key)
     if (source is None) == (build is None):
-        raise ArgumentRefused(f"{key!r} needs source= or build=, and not both")
+        raise ArgumentRefused(
+            f"{key!r} needs source= or build=, and not both",
+            remedy="pass the path of a .safetensors file, or a function that makes the weights",
+        )
     version = text("version", version, VERSION_LIMIT)
     if source is None:
-        if not callable(build):
-            raise ArgumentRefused(f"build= is a callable, not {type(build).__name__}")
+        check_factory("build", build)
         return Ask(name, None, build, version), Origin("build", version)
     if version:
-        raise ArgumentRefused("version= goes with build=: a source's version is the file's own")
+        raise ArgumentRefused(
+            "version= goes with build=: a source's version is the file's own",
+            remedy="leave version= out: a file that changes is noticed",
+        )
     if not isinstance(source, str | os.PathLike):
-        raise ArgumentRefused(f"source= is a path, not {type(source).__name__}")
+        raise ArgumentRefused(
+            f"source= is a path, not of type {type(source).__name__}",
+            remedy="pass the path of a .safetensors file, as str or pathlib.Path",
+        )
     path = os.fspath(source)
     if not isinstance(path, str):
-        raise ArgumentRefused("source= is a path in text, not in bytes")
+        raise ArgumentRefused(
+            "source= is a path in text, not in bytes", remedy="pass os.fsdecode(path)"
+        )
     path = os.path.abspath(path)
     return Ask(name, path, None), Origin("source", path)
+
+
+def check_factory(argument: str, factory: object) -> None:
+    """Refuse what is not a function to be called without arguments.
+
+    A module can be called too, but with its input; so an instance is refused here, by name.
+    """
+    from torch.nn import Module
+
+    remedy = f"pass a function that makes it, e.g. {argument}=lambda: MyModel(config)"
+    if isinstance(factory, Module):
+        kind = type(factory).__name__
+        raise ArgumentRefused(f"{argument}= is a module already, a {kind}", remedy=remedy)
+    if not callable(factory):
+        raise ArgumentRefused(
+            f"{argument}= is a function, not of type {type(factory).__name__}", remedy=remedy
+        )
 
 
 def timeout_s(timeout: object) -> float | None:
@@ -47,7 +74,10 @@ def timeout_s(timeout: object) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ArgumentRefused(f"timeout= is in seconds, not {type(timeout).__name__}")
+        raise ArgumentRefused(
+            f"timeout= is a number of seconds, not of type {type(timeout).__name__}",
+            remedy="pass a number, or leave it out to wait as long as there is progress",
+        )
     if math.isnan(timeout) or not 0 <= timeout <= TIMEOUT_LIMIT_S:
         raise ArgumentRefused(
             f"timeout={timeout!r} is not between 0 and {TIMEOUT_LIMIT_S:g} s",
@@ -59,9 +89,15 @@ def timeout_s(timeout: object) -> float | None:
 def text(argument: str, value: object, limit: int) -> str:
     """Return `value` if it is a text that can be sent."""
     if not isinstance(value, str):
-        raise ArgumentRefused(f"{argument}= is a text, not {type(value).__name__}")
+        raise ArgumentRefused(
+            f"{argument}= is a text, not of type {type(value).__name__}",
+            remedy=f'quote it, e.g. {argument}="1"',
+        )
     if len(value) > limit or not value.isprintable():
-        raise ArgumentRefused(f"{argument}= is at most {limit} printable characters")
+        raise ArgumentRefused(
+            f"{argument}= is not at most {limit} printable characters",
+            remedy="shorten it, and leave out line breaks and other control characters",
+        )
     return str.__str__(value)
 
 

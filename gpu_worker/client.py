@@ -279,9 +279,16 @@ class Client:
 
         request.builder = threading.get_ident()
         try:
-            return publish.plan(build())
+            plan = publish.plan(build())
         finally:
             request.builder = None
+        if not plan.groups:
+            logger.warning(
+                "weight-cache: %r: build= returned no tensor; others get nothing either, until "
+                "version= changes or it is evicted",
+                request.key,
+            )
+        return plan
 
     def _fill(self, request: Request, plan: publish.Plan) -> None:
         from gpu_worker import publish

@@ -21,16 +21,22 @@ class ModelHandle:
 
     Entering it (`with handle as module:`) locks the module, leaving unlocks it; both nest, and may
     be repeated until the handle is closed. A handle that is dropped ends its claim, but not a lock.
+
+    Attributes:
+        key: the name that processes share the weights by.
+        generation: which weights of that key they are.
+        unexpected: names of tensors that the weights have and the skeleton does not use.
     """
 
     def __init__(self, worker: Worker, key: Key, claim: ClaimId) -> None:
         """Prepare to hold `claim`. Only `Worker.load` makes handles."""
         self.key = key
         self.generation = GenerationId("")
+        self.unexpected: tuple[str, ...] = ()
         self._worker = worker
-        self.claim = claim
+        self._claim = claim
         end = functools.partial(_end_claim, weakref.ref(worker), claim)
-        self._finalizer = weakref.finalize(self, worker.finalizers.put, end)
+        self._finalizer = weakref.finalize(self, worker._finalizers.put, end)
         self._finalizer.atexit = False
 
     def __enter__(self) -> torch.nn.Module:
@@ -39,11 +45,11 @@ class ModelHandle:
         Raises:
             WorkerClosed: the handle was closed.
         """
-        lock = LockId(next(self._worker.ids))
+        lock = LockId(next(self._worker._ids))
         try:
-            return self._worker.lock_module(self.claim, lock)
+            return self._worker._lock_module(self._claim, lock)
         except BaseException:
-            self._worker.unlock_module(lock)
+            self._worker._unlock_module(lock)
             raise
 
     def __exit__(
@@ -52,11 +58,11 @@ class ModelHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._worker.unlock_last(self.claim)
+        self._worker._unlock_last(self._claim)
 
     def close(self) -> None:
         """End the claim. Locks made through it go on. May be called again, in any thread."""
-        self._worker.end_claim(self.claim)
+        self._worker._end_claim(self._claim)
         self._finalizer.detach()
 
     def __repr__(self) -> str:
@@ -67,4 +73,4 @@ def _end_claim(worker: weakref.ref[Worker], claim: ClaimId) -> None:
     """End the claim of a handle that was dropped. A worker that is gone has no records."""
     alive = worker()
     if alive is not None:
-        alive.end_claim(claim)
+        alive._end_claim(claim)

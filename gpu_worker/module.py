@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,9 +28,15 @@ import torch
 
 from gpu_worker import mapping
 from gpu_worker.mapping import Buffer
-from shm_store.errors import ArgumentRefused, WeightsMissing
+from shm_store.errors import ArgumentRefused, WeightsMissing, listed
 from shm_store.keys import Key
 from shm_store.manifest import Kind
+
+_MISMATCH = re.compile(
+    r"size mismatch for (.+): copying a param with shape torch\.Size\((.+)\) from checkpoint, "
+    r"the shape in current model is torch\.Size\((.+)\)\."
+)
+"""As torch words it, one to a line."""
 
 _construction = threading.Lock()
 _constructing: int | None = None
@@ -61,7 +68,8 @@ def assemble(
 
     Raises:
         WeightsMissing: the weights lack parameters or persistent buffers of the skeleton.
-        ArgumentRefused: shapes differ, the skeleton is no module, or it assembles one itself.
+        ArgumentRefused: shapes differ, the skeleton is no module, it leaves buffers on the meta
+            device, or it assembles a module itself.
         SegmentRefused: the manifest lies.
         Whatever `skeleton` raises. In all cases nothing stays patched or locked.
     """
@@ -79,8 +87,7 @@ def assemble(
     with _exclusive_construction():
         with init_empty_weights(include_buffers=False):
             module = skeleton()
-        if not isinstance(module, torch.nn.Module):
-            raise ArgumentRefused(f"skeleton= returned a {type(module).__name__}, not a module")
+        _check_module(module)
         module.requires_grad_(False)
         ties = _ties(module)
         missing, unexpected = _assign(key, module, state)
@@ -90,11 +97,20 @@ def assemble(
         # By object: a tie may move what it ties, as transformers does when it pads a bias.
         held = [tensor for tensor in _named(module).values() if tensor.data_ptr() in region]
         _tie_by_method(module, missing)
-        _refuse_incomplete(key, module, missing, held)
+        _refuse_incomplete(key, module, missing, held, unexpected)
         module.requires_grad_(False)
     if not train:
         module.eval()
     return Assembled(module, tuple(unexpected))
+
+
+def _check_module(made: object) -> None:
+    if not isinstance(made, torch.nn.Module):
+        what = "None" if made is None else f"a {type(made).__name__}"
+        raise ArgumentRefused(
+            f"skeleton= returned {what}, not a module",
+            remedy="have it return the torch.nn.Module that it makes",
+        )
 
 
 @contextmanager
@@ -120,13 +136,19 @@ def _assign(
     try:
         missing, unexpected = module.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
-        # Of differing shapes; torch lists them, one to a line.
-        facts = "; ".join(line.strip() for line in str(error).splitlines()[1:]) or str(error)
-        raise ArgumentRefused(
-            f"weights {key!r} do not fit the skeleton: {facts}",
-            remedy="build the skeleton from the configuration these weights were made with",
-        ) from error
+        shown = r"\1 has shape \2, the skeleton's \3"
+        facts = [_MISMATCH.sub(shown, line.strip()) for line in str(error).splitlines()[1:]]
+        # What torch lists is told here, without its 10 KB; anything else may need its traceback.
+        cause = None if facts else error
+        raise _unfit(key, facts or [str(error)]) from cause
     return missing, unexpected
+
+
+def _unfit(key: Key, facts: list[str]) -> ArgumentRefused:
+    return ArgumentRefused(
+        f"weights {key!r} do not fit the skeleton: {listed(facts, separator='; ')}",
+        remedy="build the skeleton from the configuration these weights were made with",
+    )
 
 
 def _assign_buffers(key: Key, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> list[str]:
@@ -137,11 +159,8 @@ def _assign_buffers(key: Key, module: torch.nn.Module, state: dict[str, torch.Te
         if name not in buffers:
             unexpected.append(name)
         elif buffers[name].shape != tensor.shape:
-            raise ArgumentRefused(
-                f"weights {key!r} do not fit the skeleton: buffer {name} has shape "
-                f"{tuple(tensor.shape)}, the skeleton's {tuple(buffers[name].shape)}",
-                remedy="build the skeleton from the configuration these weights were made with",
-            )
+            shapes = f"{list(tensor.shape)}, the skeleton's {list(buffers[name].shape)}"
+            raise _unfit(key, [f"{name} has shape {shapes}"])
         else:
             _replace(module, name, tensor)
     return unexpected
@@ -197,15 +216,29 @@ def _tie_by_method(module: torch.nn.Module, missing: list[str]) -> None:
 
 
 def _refuse_incomplete(
-    key: Key, module: torch.nn.Module, missing: list[str], held: list[torch.Tensor]
+    key: Key,
+    module: torch.nn.Module,
+    missing: list[str],
+    held: list[torch.Tensor],
+    unexpected: list[str],
 ) -> None:
     """Raise unless every weight the skeleton needs has come, by name or through a tie to `held`."""
     present = _named(module)
     sources = {id(tensor) for tensor in held}
     lacking = [name for name in missing if id(present.get(name)) not in sources]
-    lacking += [name for name, tensor in present.items() if tensor.is_meta]
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    on_meta = [name for name, tensor in present.items() if tensor.is_meta]
+    lacking += [name for name in on_meta if name not in buffers]
     if lacking:
-        raise WeightsMissing(key, tuple(dict.fromkeys(lacking)))
+        raise WeightsMissing(key, tuple(dict.fromkeys(lacking)), tuple(unexpected))
+    if on_meta:
+        # We leave buffers their memory, so the skeleton itself did this.
+        raise ArgumentRefused(
+            f"skeleton= leaves {len(on_meta)} buffer(s) on the meta device that weights {key!r} "
+            f"do not hold: {listed(on_meta)}",
+            remedy='skeleton= makes a normal module, outside of torch.device("meta"); its weights '
+            "are left out for you, so compute no buffer from them",
+        )
 
 
 def _named(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -36,6 +36,8 @@ from shm_store.manifest import (
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
+_RENAME = "name every tensor by a text"
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By item size, a dtype to copy bits with: torch cannot copy every dtype that it can hold."""
 
@@ -199,6 +201,8 @@ def _entries(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[_Ent
     entries = []
     for name, tensor in state.items():
         _check_name(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise _not_a_tensor(name, tensor, weights)
         _check_tensor(name, tensor)
         entries.append(_Entry(name, tensor, kinds.get(name, Kind.TENSOR)))
     for name, tensor in buffers.items():
@@ -212,43 +216,59 @@ def _entries(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[_Ent
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise TensorRefused(str(name), f"its name is of type {type(name).__name__}, not a string")
+        kind = f"its name is of type {type(name).__name__}, not a string"
+        raise TensorRefused(str(name), kind, remedy=_RENAME)
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise TensorRefused(name, f"its name is not valid Unicode: {error.reason}") from error
+        kind = f"its name is not valid Unicode: {error.reason}"
+        raise TensorRefused(name, kind, remedy=_RENAME) from error
 
 
-def _check_tensor(name: str, tensor: object) -> None:
-    """Refuse what is no tensor, or one that its bytes alone do not describe."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TensorRefused(
-            name,
-            f"it is of type {type(tensor).__name__}, not a tensor",
-            remedy="leave it out of the state dict",
-        )
-    kind = None
+def _not_a_tensor(
+    name: str, value: object, weights: torch.nn.Module | Mapping[str, object]
+) -> TensorRefused:
+    """Return the refusal of `value`, which tells a training checkpoint's reader where to look."""
+    remedy = "leave it out of the state dict"
+    if isinstance(weights, Mapping):
+        for key, held in weights.items():
+            if isinstance(held, Mapping) and any(
+                isinstance(inner, torch.Tensor) for inner in held.values()
+            ):
+                remedy = f"return the inner dict of tensors, e.g. checkpoint[{key!r}]"
+                break
+    return TensorRefused(name, f"it is of type {type(value).__name__}, not a tensor", remedy=remedy)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that its bytes alone do not describe."""
+    kind = remedy = None
     if tensor.is_nested:
-        kind = "it is nested"
+        kind, remedy = "it is nested", "hold its parts by their own names, see .unbind()"
     elif type(tensor) not in _PLAIN_TYPES:
         kind = f"it is of the tensor subclass {type(tensor).__name__}"
+        remedy = "make a plain tensor of it, e.g. dequantise it, or load these weights yourself"
     elif tensor.is_quantized:
         kind = f"it has torch's legacy quantised dtype {tensor.dtype}"
+        remedy = "call .dequantize() on it, or load these weights yourself"
     elif tensor.layout != torch.strided:
-        kind = f"its layout is {tensor.layout}"
+        kind, remedy = f"its layout is {tensor.layout}", "call .to_dense() on it"
     elif tensor.is_meta:
         kind = "it is on the meta device and has no bytes"
+        remedy = "give it real weights before build= returns it"
     elif tensor.dtype not in NAMES:
         kind = f"dtype {tensor.dtype} is not supported"
+        remedy = "convert it to another dtype with .to()"
     elif max((0, *tensor.shape, *tensor.stride())) >= NATURAL_LIMIT:
-        kind = "a size or a stride of it is too large"
+        kind, remedy = "a size or a stride of it is too large", "call .clone() on it"
     elif tensor.numel():
         end_bytes = _Entry(name, tensor, Kind.TENSOR).end_bytes
         if end_bytes > tensor.untyped_storage().nbytes():
             # As a sharded wrapper leaves it behind. Reading it would end the process.
             kind = "its storage has been freed or shrunk"
+            remedy = "gather the whole module first, as a sharding wrapper can"
     if kind is not None:
-        raise TensorRefused(name, kind)
+        raise TensorRefused(name, kind, remedy=remedy)
 
 
 def _alias_groups(entries: Sequence[_Entry]) -> list[list[int]]:

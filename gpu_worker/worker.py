@@ -40,6 +40,7 @@ from shm_store.errors import (
     ForkedProcess,
     ResourceError,
     WorkerClosed,
+    listed,
 )
 from shm_store.keys import parse_key
 from shm_store.paths import socket_path
@@ -90,10 +91,11 @@ def attach(
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a record keeps: a module, and the mode it was loaded in."""
+    """What a record keeps: a module, the mode it was loaded in, and the names it does not use."""
 
     module: torch.nn.Module
     train: bool
+    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Worker:
         self._lock = threading.RLock()
         self._records: Records[_Loaded] = Records()
         self._flights = Flights(self._lock)
-        self.ids = itertools.count(1)
+        self._ids = itertools.count(1)
         """Of claims and locks."""
         leave = functools.partial(registry.leave, client)
         self._leave = weakref.finalize(self, client.keeper.put, leave)
@@ -147,9 +149,12 @@ class Worker:
         Args:
             key: the name that processes share weights by.
             source: path of a .safetensors file, opened by this process.
-            build: or a callable that returns a module or a state dict. It runs only in the process
+            build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
-            version: with `build`: weights of another version are other weights.
+                All processes get that first result until `version` changes or it is evicted,
+                whatever a later `build` would return.
+            version: with `build`: weights of another version are other weights, so change it
+                whenever `build` is to run again.
             timeout: seconds to wait for others; the time in `build` does not count. None waits as
                 long as there is progress.
             progress: called with (bytes filled, bytes in all) while another process fills. What it
@@ -197,7 +202,8 @@ class Worker:
         place. Arguments and errors as `state_dict`, and:
 
         Args:
-            skeleton: builds the module without its weights; it gets them assigned.
+            skeleton: a function that makes a normal module. Its weights are left out for you while
+                it runs, and then assigned.
             train: leave the module as `skeleton` built it, instead of calling `eval()`.
 
         Raises:
@@ -207,12 +213,11 @@ class Worker:
         """
         ask, origin = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
-        if not callable(skeleton):
-            raise ArgumentRefused("skeleton= is needed: a callable that builds the module")
+        arguments.check_factory("skeleton", skeleton)
         self._check_caller(waits=True)
-        handle = ModelHandle(self, ask.key, ClaimId(next(self.ids)))
+        handle = ModelHandle(self, ask.key, ClaimId(next(self._ids)))
         wish = _Wish(ask, origin, skeleton, train, progress)
-        record = self._claim(handle.claim, wish, timeout_s)
+        record = self._claim(handle._claim, wish, timeout_s)
         if record.module.train is not train:
             handle.close()
             raise ArgumentRefused(
@@ -220,6 +225,7 @@ class Worker:
                 remedy="evict it first, or load it under another key",
             )
         handle.generation = record.generation
+        handle.unexpected = record.module.unexpected
         return handle
 
     @contextlib.contextmanager
@@ -354,10 +360,14 @@ class Worker:
         flight.in_skeleton = True
         assembled = module.assemble(key, wish.skeleton, granted.buffer, wish.train)
         if assembled.unexpected:
-            names = ", ".join(assembled.unexpected[:20])
-            count = len(assembled.unexpected)
-            logger.warning("the skeleton has no place for %d of %r: %s", count, key, names)
-        loaded = _Loaded(assembled.module, wish.train)
+            logger.info(
+                "weight-cache: %r: the weights have %d tensor(s) that the skeleton does not use: "
+                "%s",
+                key,
+                len(assembled.unexpected),
+                listed(assembled.unexpected),
+            )
+        loaded = _Loaded(assembled.module, wish.train, assembled.unexpected)
         record = Record(key, granted.gen, wish.origin, loaded)
         with self._lock:
             dropped = self._records.admit(record, claim)
@@ -367,21 +377,21 @@ class Worker:
     # --- for handles ----------------------------------------------------------------------------
 
     @property
-    def finalizers(self) -> Keeper:
+    def _finalizers(self) -> Keeper:
         """Takes what a finalizer wants done: anything that is called with no argument."""
         return self._client.keeper
 
-    def lock_module(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
+    def _lock_module(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
         """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
         self._check_caller()
         with self._lock:
             return self._records.lock(claim, lock).module
 
-    def unlock_module(self, lock: LockId) -> None:
+    def _unlock_module(self, lock: LockId) -> None:
         """End a lock, if it is one."""
         self._settle(functools.partial(self._records.unlock, lock))
 
-    def unlock_last(self, claim: ClaimId) -> None:
+    def _unlock_last(self, claim: ClaimId) -> None:
         """End the newest lock made through `claim`. Raises CallerError if there is none."""
 
         def end() -> list[_Loaded]:
@@ -392,7 +402,7 @@ class Worker:
 
         self._settle(end)
 
-    def end_claim(self, claim: ClaimId) -> None:
+    def _end_claim(self, claim: ClaimId) -> None:
         """End a claim, if it is one."""
         self._settle(functools.partial(self._records.end_claim, claim))
 

@@ -251,7 +251,8 @@ def connect(path: str) -> Channel:
         raise PeerForbidden(f"this user may not open {path}") from error
     except OSError as error:
         connecting.close()
-        raise NoCoordinator(f"no coordinator answers on {path}: {error.strerror}") from error
+        # The commonest mistake of all: its text is here, so the traceback need not say it twice.
+        raise NoCoordinator(f"no coordinator answers on {path}: {error.strerror}") from None
     return Channel(connecting)
 
 

@@ -13,6 +13,7 @@ each instance carries a `remedy` and its facts as attributes.
 | `PlatformUnsupported` | this system                        | 7         |
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from shm_store.report import GenerationReport
@@ -35,6 +36,12 @@ class WeightCacheError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (rebuild, (self.code, self.message, self.__dict__))
+
+
+def listed(names: Sequence[str], limit: int = 20, separator: str = ", ") -> str:
+    """Return the first `limit` of `names`, and how many more there are, on one line."""
+    more = len(names) - limit
+    return separator.join([*names[:limit], *([f"and {more} more"] if more > 0 else [])])
 
 
 def rebuild(code: str, message: str, facts: dict[str, object]) -> WeightCacheError:
@@ -88,16 +95,25 @@ class TensorRefused(CallerError):
 
 
 class WeightsMissing(CallerError):
-    """The skeleton needs weights that the source does not have. `names` lists them."""
+    """The skeleton needs weights that are not there: `names`. `unused` are there instead."""
 
     code = "weights_missing"
-    default_remedy = "load a checkpoint of this architecture, or give the names a prefix it has"
+    default_remedy = "load a checkpoint of this architecture"
 
-    def __init__(self, key: str, names: tuple[str, ...]) -> None:
-        shown = ", ".join(names[:20]) + (f", and {len(names) - 20} more" if len(names) > 20 else "")
-        super().__init__(f"weights {key!r} lack {len(names)} tensor(s) of the skeleton: {shown}")
+    def __init__(self, key: str, names: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
+        remedy = None
+        if unused:
+            remedy = (
+                "make the module that these weights were saved from; they have e.g. "
+                f"{listed(unused, 5)}, which this one does not use"
+            )
+        super().__init__(
+            f"weights {key!r} lack {len(names)} tensor(s) of the skeleton: {listed(names)}",
+            remedy=remedy,
+        )
         self.key = key
         self.names = names
+        self.unused = unused
 
 
 class WorkerClosed(CallerError):

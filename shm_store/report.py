@@ -6,6 +6,8 @@ are stable; others may be added.
 
 import msgspec
 
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
 
 class LeaseReport(msgspec.Struct, frozen=True):
     """One process that may have the bytes mapped."""
@@ -62,3 +64,11 @@ class StatusReport(msgspec.Struct, frozen=True):
     pools: tuple[PoolReport, ...]
     generations: tuple[GenerationReport, ...]
     sessions: tuple[SessionReport, ...]
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size as people read it: "86.7 MiB"."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    power = (size_bytes.bit_length() - 1) // 10
+    return f"{size_bytes / 1024**power:.1f} {_UNITS[power - 1]}"

@@ -42,8 +42,10 @@ def check_regular(fd: int, name: str) -> os.stat_result:
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise SourceNotOpened(f"{name}: {kind}", source=name)
+        if stat.S_ISDIR(status.st_mode):
+            remedy = "give the .safetensors file in it"
+            raise SourceNotOpened(f"{name}: a directory", source=name, remedy=remedy)
+        raise SourceNotOpened(f"{name}: not a regular file", source=name)
     return status
 
 

@@ -77,7 +77,7 @@ def apply(ledger: Ledger, event: Event, now_s: float) -> list[Effect]:
         case Freed(gen):
             lifecycle.freed(turn, gen)
         case TimePassed():
-            pass
+            deadlines.expire(turn)
         case LoaderEnded() | Backed() | BackingRefused() | Sealed() | SealRefused():
             _performed(turn, event)
         case _:
@@ -162,10 +162,8 @@ def _performed(
 
 
 def _settle(turn: Turn) -> None:
-    """After every event: deadlines, room for those who wait, and what waited for an end."""
+    """After every event: room for those who wait, and what waited for an end."""
     ledger = turn.ledger
-    if ledger.running or ledger.drains:
-        deadlines.expire(turn)
     for pool in ledger.pools.values():
         if pool.queue:
             admission.admit(turn, pool)

@@ -18,9 +18,20 @@ from coordinator.ledger.state import (
     State,
 )
 from coordinator.ledger.turn import Turn
-from shm_store.errors import BudgetExceeded, Cancelled, Draining, KeyRefused, WeightCacheError
+from shm_store.errors import (
+    BudgetExceeded,
+    Cancelled,
+    Draining,
+    KeyRefused,
+    ResourceError,
+    WeightCacheError,
+)
 from shm_store.keys import Fingerprint, SessionId, parse_key, version_fingerprint
+from shm_store.report import size_text
 from shm_store.wire import Acquire, Cancel, Reserve, Ticket
+
+OPEN_REQUESTS_LIMIT = 512
+"""Of one session. No honest worker comes near; without a bound one peer slows down all others."""
 
 DEATHS_LIMIT = 2
 """A fill whose owners died this often fails all who wait: the weights are at fault, not they."""
@@ -35,6 +46,13 @@ def acquire(turn: Turn, session: SessionId, message: Acquire, source: Fingerprin
         key = parse_key(message.key)
     except KeyRefused as error:
         turn.refuse(session, message.rid, error)
+        return
+    if turn.ledger.open_requests(session) >= OPEN_REQUESTS_LIMIT:
+        flood = ResourceError(
+            f"this process has {OPEN_REQUESTS_LIMIT} open requests already",
+            remedy="wait for some of them",
+        )
+        turn.refuse(session, message.rid, flood)
         return
     built = message.source is None
     request = Request(
@@ -195,9 +213,11 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     pool = ledger.pools[generation.pool]
     free_bytes = max(0, pool.limit_bytes - ledger.in_use_bytes(pool.name))
     holders = sorted(ledger.in_pool(pool.name), key=lambda holder: (-holder.size_bytes, holder.id))
+    never = generation.size_bytes > pool.limit_bytes
     return BudgetExceeded(
-        f"{generation.key!r} needs {generation.size_bytes} bytes; pool {pool.name!r} has "
-        f"{free_bytes} free of {pool.limit_bytes}",
+        f"{generation.key!r} needs {size_text(generation.size_bytes)}; pool {pool.name!r} has "
+        f"{size_text(free_bytes)} free of {size_text(pool.limit_bytes)}",
+        remedy="raise --ram-budget" if never else None,
         needed_bytes=generation.size_bytes,
         free_bytes=free_bytes,
         holders=tuple(generation_report(ledger, holder, turn.now_s) for holder in holders),

@@ -8,10 +8,12 @@ from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report
 from coordinator.ledger.state import LOADER, Draining, Flushing, State
 from coordinator.ledger.turn import Turn
-from shm_store.errors import ArgumentRefused, DrainIncomplete, InUse, KeyRefused
+from shm_store.errors import ArgumentRefused, DrainIncomplete, InUse, KeyRefused, ResourceError
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import Key, RequestId, SessionId, parse_key
 from shm_store.wire import Done, Drain, Evict, Flushed
+
+PINS_LIMIT = 4096
 
 
 def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
@@ -20,6 +22,10 @@ def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
         parse_key(key)
     except KeyRefused as error:
         turn.refuse(session, rid, error)
+        return
+    if key not in turn.ledger.pins and len(turn.ledger.pins) >= PINS_LIMIT:
+        full = ResourceError(f"{PINS_LIMIT} keys are pinned already", remedy="unpin some")
+        turn.refuse(session, rid, full)
         return
     turn.ledger.pins[key] = None
     turn.send(session, Done(rid, (key,)))
@@ -42,12 +48,23 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
         known = [g for g in ledger.by_key.get(key, ()) if g.state is not State.FREEING]
         idle = [generation for generation in known if generation.retained]
         if not known:
-            turn.refuse(session, message.rid, ArgumentRefused(f"there are no weights {key!r}"))
+            unknown = ArgumentRefused(
+                f"there are no weights {key!r}", remedy="see `weight-cache status`"
+            )
+            turn.refuse(session, message.rid, unknown)
             return
         if key in ledger.pins or not idle:
-            why = "pinned" if key in ledger.pins else "in use"
-            holders = tuple(generation_report(ledger, g, turn.now_s) for g in known)
-            turn.refuse(session, message.rid, InUse(f"{key!r} is {why}", holders=holders))
+            why = ["pinned"] if key in ledger.pins else []
+            remedies = ["take the pin back with `weight-cache unpin`"] if why else []
+            if not idle:
+                why.append("in use")
+                remedies.append("let the holders finish")
+            refusal = InUse(
+                f"{key!r} is {' and '.join(why)}",
+                holders=tuple(generation_report(ledger, g, turn.now_s) for g in known),
+                remedy=" and ".join(remedies),
+            )
+            turn.refuse(session, message.rid, refusal)
             return
     for generation in idle:
         turn.free(generation)
@@ -119,8 +136,9 @@ def expire_drains(turn: Turn) -> None:
     ledger.drains = [draining for draining in ledger.drains if draining not in late]
     for draining in late:
         left = ledger.generations.values()
+        count = len(left)
         error = DrainIncomplete(
-            f"{len(ledger.generations)} generation(s) are still held",
+            "1 generation is still held" if count == 1 else f"{count} generations are still held",
             holders=tuple(generation_report(ledger, g, turn.now_s) for g in left),
         )
         turn.refuse(draining.session, draining.rid, error)

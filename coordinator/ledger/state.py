@@ -214,6 +214,10 @@ class Ledger:
             if generation.state is State.READY and generation.key in self.pins
         )
 
+    def open_requests(self, session: SessionId) -> int:
+        """Return how many requests of `session` have no final answer yet."""
+        return sum(asker == session for asker, _ in self.requests)
+
     def owned_by(self, session: SessionId) -> list[Generation]:
         """Return the running generations whose ticket `session` has."""
         return [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import msgspec
@@ -22,9 +26,11 @@ from shm_store.report import (
     PoolReport,
     SessionReport,
     StatusReport,
+    size_text,
 )
 from shm_store.wire import (
     Acquire,
+    Cause,
     Done,
     Drain,
     Evict,
@@ -202,6 +208,7 @@ def test_without_a_coordinator_every_command_says_what_to_do(arguments, path, ru
         ("launch", "--workers", "0", "true"),
         ("launch", "--ram-budget", "20G", "true"),
         ("launch", "--grace", "inf", "true"),
+        ("demo", "--checkpoint-mib", "many"),
         ("launch", "--", "no-such-command"),
         ("serve", "--ram-budget", "20G"),
         ("serve", "--socket"),
@@ -221,6 +228,57 @@ def test_help_documents_the_exit_code_of_every_error(run_here):
     assert code == 0
     for kind in {kind.exit_code for kind in errors.BY_CODE.values()}:
         assert f"\n    {kind}  " in shown
+
+
+def test_a_second_coordinator_is_part_of_exit_code_6(run_here):
+    _, shown, _ = run_here("--help", socket="none")
+    assert "6  no coordinator answers, it went away, or another one has the socket\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "usage", "lines"),
+    [
+        ("launch", "[OPTIONS] -- CMD...", ["--workers N  ", "CMD...  The worker's command"]),
+        ("load", "[OPTIONS] KEY SOURCE", ["KEY     Name of", "SOURCE  Path of", "--timeout S  "]),
+        ("evict", "[OPTIONS] [KEY]", ["[KEY]  Name of", "--idle  "]),
+        ("pin", "[OPTIONS] KEY", ["KEY  Name of"]),
+        ("demo", "[OPTIONS]", ["--json  ", "--checkpoint-mib N  "]),
+        ("status", "[OPTIONS]", ["--json  ", "--socket PATH  "]),
+    ],
+)
+def test_help_names_arguments_plainly(name, usage, lines, run_here):
+    code, shown, _ = run_here(name, "--help", socket="none")
+    assert (code, shown.splitlines()[0]) == (0, f"Usage: weight-cache {name} {usage}")
+    for line in lines:
+        assert f"\n  {line}" in shown, shown
+    assert not re.search(r"[<>{}]", shown.replace("1<=x<=4096", "")), shown
+
+
+def test_a_mistyped_option_of_launch_is_no_command(run_here):
+    code, out, err = run_here("launch", "--worker", "2", "--", "true", socket="none")
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: weight-cache launch [OPTIONS] -- CMD...\n")
+    assert "No such option: --worker" in err and "--workers" in err
+
+
+def test_a_time_that_cannot_be_is_named_with_its_option(run_here):
+    _, _, err = run_here("drain", "--timeout", "-1", socket="none")
+    assert only_line(err) == "weight-cache: --timeout takes seconds, 0 or more, not -1"
+    _, _, err = run_here("launch", "--grace", "inf", "true", socket="none")
+    assert only_line(err) == "weight-cache: --grace takes seconds, 0 or more, not inf"
+
+
+def test_where_nobody_chose_a_socket_those_of_launch_are_mentioned(tmp_path, run_here, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hint = "or give the --socket that `weight-cache launch` printed"
+    code, _, err = run_here("status", socket="")
+    assert code == 6
+    assert str(tmp_path) in err and hint in only_line(err)
+    for chosen in (
+        run_here("status", socket=str(tmp_path / "s")),
+        run_here("status", "--socket", str(tmp_path / "s"), socket=""),
+    ):
+        assert chosen[0] == 6 and hint not in chosen[2]
 
 
 def test_the_version_is_printed():
@@ -351,8 +409,58 @@ def test_status_for_people_names_key_holder_and_socket(coordinator, weights):
     holder = Peer(coordinator.socket, "holder")
     granted = holder.load("k", weights)
     shown = run("status", "--socket", coordinator.socket).stdout
-    for text in (coordinator.socket, "1.0 MiB", granted.gen, f"holder pid {os.getpid()} ("):
+    texts = (coordinator.socket, "1.0 MiB", "300 KiB", f"pid {os.getpid()} (", "holder")
+    for text in texts:
         assert text in shown
+    assert granted.gen.endswith("-00000001")
+    assert re.search(r"^k +1 +ready ", shown, re.MULTILINE)
+
+
+def on_terminal(columns: int, *arguments: str) -> list[str]:
+    """Return the lines of a command whose output is a terminal of so many columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    changes = {"TERM": "xterm", "COLUMNS": "", "LINES": ""}
+    process = subprocess.Popen(
+        command(*arguments),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env=environment(**changes),
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 65536):
+            shown += data
+    except OSError:
+        pass  # how a terminal says that nobody has its other end any more
+    os.close(ours)
+    process.wait(WAIT_S)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+
+
+def test_tables_fit_in_80_columns(coordinator, weights):
+    holder = Peer(coordinator.socket, "python serve.py")
+    holder.load("stabilityai/sdxl/unet:bf16", weights)
+    holder.ticket("open", "v1")
+    run("pin", "stabilityai/sdxl/unet:bf16", "--socket", coordinator.socket)
+
+    _, *status = on_terminal(80, "status", "--socket", coordinator.socket)
+    assert all(len(line) <= 80 for line in status), status
+    rows = [re.split(r" {2,}", line.strip()) for line in status]
+    assert ["pool", "limit", "in use", "leased"] in rows
+    assert ["key", "generation", "state", "size", "held by", "waiting"] in rows
+    assert ["open", "2", "open", "0 B", "-", "1"] in rows
+    assert ["session", "pid", "name", "device", "waiting for"] in rows
+
+    _, *refusal = on_terminal(
+        80, "evict", "stabilityai/sdxl/unet:bf16", "--socket", coordinator.socket
+    )
+    refusal = [line for line in refusal if "pid" in line or "held by" in line]
+    assert len(refusal) == 2 and all(len(line) <= 80 for line in refusal)
+    assert "stabilityai/sdxl/unet:bf16  1           ready, pinned  300 KiB  pid" in refusal[1]
 
 
 def test_output_into_a_closed_pipe_is_no_error(coordinator):
@@ -393,6 +501,25 @@ def test_load_returns_when_its_lease_has_ended(path, weights):
         assert played.end()[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("timeout", "text"),
+    [
+        (
+            "0",
+            "'k' is not loaded yet, and --timeout 0 does not wait for it "
+            "(give --timeout some seconds)",
+        ),
+        ("5", "late (see `weight-cache status` for what it waits for, or raise --timeout)"),
+    ],
+)
+def test_a_load_that_is_late_speaks_of_its_own_option(path, weights, timeout, text):
+    with Played(path, "load", "k", weights, "--timeout", timeout) as played:
+        asked = played.heard()
+        assert isinstance(asked, Acquire) and asked.timeout_s == float(timeout)
+        played.say(Fail(asked.rid, Cause.of(errors.LoadTimeout("late"))))
+        assert played.end() == (4, "", f"weight-cache: {text}\n")
+
+
 def test_evict_returns_when_the_memory_is_gone(path):
     with Played(path, "evict", "k") as played:
         asked = played.heard()
@@ -430,11 +557,12 @@ def test_load_with_pin_protects_until_unpin(coordinator, weights):
     found = peer.generation("k")
     assert found is not None and found.pinned
 
-    assert run("evict", "--idle", **socket).stdout == "nothing to evict\n"
+    assert run("evict", "--idle", **socket).stdout == "nothing to evict\nkept 1 pinned: k\n"
     refused = run("evict", "k", **socket)
     assert refused.returncode == 2
     first, *table = refused.stderr.splitlines()
-    assert first.startswith("weight-cache: 'k' is pinned (") and "ready, pinned" in table[-1]
+    assert first == ("weight-cache: 'k' is pinned (take the pin back with `weight-cache unpin`)")
+    assert "ready, pinned" in table[-1]
     assert peer.generation("k") == found
 
     assert run("unpin", "k", **socket).stdout == "unpinned k\n"
@@ -446,7 +574,8 @@ def test_load_with_pin_protects_until_unpin(coordinator, weights):
 def test_a_key_need_not_exist_in_the_terminals_encoding(coordinator):
     socket = {"WEIGHT_CACHE_SOCKET": coordinator.socket, "PYTHONIOENCODING": "ascii"}
     done = run("pin", "模型", **socket)
-    assert (done.returncode, done.stdout) == (0, "pinned \\u6a21\\u578b\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith("pinned \\u6a21\\u578b (nothing")
 
 
 def test_a_failed_load_pins_nothing(coordinator, weights, tmp_path):
@@ -460,9 +589,11 @@ def test_a_failed_load_pins_nothing(coordinator, weights, tmp_path):
 
 
 def test_pin_before_the_weights_are_there(coordinator, weights):
-    assert run("pin", "k", "--socket", coordinator.socket).stdout == "pinned k\n"
+    early = run("pin", "k", "--socket", coordinator.socket).stdout
+    assert early == "pinned k (nothing is loaded under this key yet)\n"
     peer = Peer(coordinator.socket)
     peer.load("k", weights)
+    assert run("pin", "k", "--socket", coordinator.socket).stdout == "pinned k\n"
     found = peer.generation("k")
     assert found is not None and found.pinned
 
@@ -475,7 +606,37 @@ def test_evict_says_what_went_and_the_memory_is_gone_on_return(coordinator, weig
     assert (done.returncode, blocks) == (0, 0)
     assert sorted(done.stdout.splitlines()) == ["evicted a", "evicted b"]
     missing = run("evict", "a", "--socket", coordinator.socket)
-    assert missing.returncode == 2 and "no weights 'a'" in only_line(missing.stderr)
+    assert missing.returncode == 2
+    assert only_line(missing.stderr) == (
+        "weight-cache: there are no weights 'a' (see `weight-cache status`)"
+    )
+
+
+def test_evict_idle_says_what_a_pin_kept(coordinator, weights):
+    for key in ("a", "b", "c"):
+        run("load", key, weights, "--socket", coordinator.socket)
+    for key in ("a", "c"):
+        run("pin", key, "--socket", coordinator.socket)
+    done = run("evict", "--idle", "--socket", coordinator.socket)
+    assert (done.returncode, done.stdout) == (0, "evicted b\nkept 2 pinned: a, c\n")
+
+
+def test_a_load_that_waits_for_room_says_so_once_and_goes_on(coordinator, tmp_path):
+    weights = write_safetensors(tmp_path / "w", {"w": ("U8", [600_000], bytes(600_000))})
+    holder = Peer(coordinator.socket)
+    granted = holder.load("held", str(weights))
+    process = start("load", "k", str(weights), "--socket", coordinator.socket)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    held_bytes = coordinator.segment_blocks()
+    assert line == (
+        f"weight-cache: waiting for room: pool ram has {size_text(BUDGET_BYTES - held_bytes)} "
+        f"free of 1.0 MiB; held by 'held' ({size_text(held_bytes)}, pid {os.getpid()})\n"
+    )
+    holder.send(Release(granted.gen, LeaseId(granted.rid)))
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("k: generation ")
 
 
 def test_leased_weights_are_not_evicted_and_their_holder_is_named(coordinator, weights):
@@ -484,7 +645,8 @@ def test_leased_weights_are_not_evicted_and_their_holder_is_named(coordinator, w
     before = holder.generation("k")
     done = run("evict", "k", "--socket", coordinator.socket)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "'k' is in use" in done.stderr and f"pid {os.getpid()} (" in done.stderr
+    assert done.stderr.startswith("weight-cache: 'k' is in use (let the holders finish)\n")
+    assert f"pid {os.getpid()} (" in done.stderr
     after = holder.generation("k")
     assert before is not None and after is not None
     assert (after.generation, after.state) == (before.generation, "ready")
@@ -498,7 +660,7 @@ def test_leased_weights_are_not_evicted_and_their_holder_is_named(coordinator, w
         ("", 3, "a directory"),
         ("empty", 3, "empty"),
         ("garbage", 3, "garbage"),
-        ("large", 4, "needs 4194304 bytes"),
+        ("large", 4, "needs 4.0 MiB"),
     ],
 )
 def test_a_load_that_cannot_be_says_why_and_charges_nothing(
@@ -545,7 +707,7 @@ def test_a_drain_at_its_deadline_names_the_holders_and_goes_on(coordinator, weig
     late = run("drain", "--timeout", "0.2", "--socket", coordinator.socket)
     assert (late.returncode, late.stdout) == (4, "")
     first, *table = late.stderr.splitlines()
-    assert first.startswith("weight-cache: 1 generation(s) are still held (")
+    assert first.startswith("weight-cache: 1 generation is still held (")
     assert f"pid {os.getpid()} (" in table[-1]
 
     refused = run("load", "k2", weights, "--socket", coordinator.socket)
@@ -592,7 +754,7 @@ def test_the_demo_runs_with_its_arguments_and_not_with_what_lies_around(tmp_path
     decoy.mkdir(parents=True)
     (decoy / "__init__.py").write_text("raise SystemExit('the wrong package')")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "coordinator", "demo", "--json", "--", "x"],
+        [sys.executable, "-P", "-m", "coordinator", "demo", "--json", "--checkpoint-mib", "8"],
         check=False,
         capture_output=True,
         text=True,
@@ -600,4 +762,5 @@ def test_the_demo_runs_with_its_arguments_and_not_with_what_lies_around(tmp_path
         cwd=decoy.parent,
         env=environment(PYTHONPATH=f"{tmp_path / 'lib'}:{ROOT}"),
     )
-    assert (done.returncode, done.stdout) == (5, "['--json', 'x']\n"), done.stderr
+    expected = "['--json', '--checkpoint-mib', '8']\n"
+    assert (done.returncode, done.stdout) == (5, expected), done.stderr

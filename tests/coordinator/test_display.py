@@ -7,7 +7,14 @@ import io
 import pytest
 
 from coordinator import display
-from coordinator.display import LoadProgress, plain, show_error, show_status, size_text
+from coordinator.display import (
+    LoadProgress,
+    plain,
+    short_generation,
+    show_error,
+    show_status,
+    waiting_text,
+)
 from shm_store.errors import BudgetExceeded, SourceNotOpened
 from shm_store.report import (
     GenerationReport,
@@ -21,22 +28,6 @@ from shm_store.report import (
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (1024**2, "1.0 MiB"),
-        (20 * 1024**3, "20.0 GiB"),
-        (1 << 50, "1.0 PiB"),
-    ],
-)
-def test_sizes_are_binary_and_say_so(size, text):
-    assert size_text(size) == text
 
 
 def test_text_from_elsewhere_stays_on_its_line():
@@ -73,16 +64,156 @@ def test_status_names_every_figure_holder_and_waiter(capsys):
     shown = capsys.readouterr().out
     for text in (
         "coordinator on /run/c.sock: draining",
-        "8.0 GiB   6.0 GiB",
+        "pool  limit    in use   leased   retained  filling\n",
+        "ram   8.0 GiB  6.0 GiB  3.0 GiB  2.0 GiB   1.0 GiB\n",
         "sdxl/[bold]unet:eyes:",
         "ready, pinned",
-        "pid 4321 (7 s), pid 77 (60 s)",
+        "pid 4321 (7 s)",
+        "pid 77 (60 s)",
         "5432 (not connected)",
-        "x, y",
         "web\\x1b]0;owned\\x07",
     ):
         assert text in shown, text
     assert "\x1b" not in shown and "\x07" not in shown
+    first, second = (line for line in shown.splitlines() if line.endswith(("  x", "  y")))
+    assert "4321" in first and second.strip() == "y"
+
+
+GIB = 1 << 30
+LONG_KEY = "black-forest-labs/FLUX.1-dev/transformer:bf16"
+
+
+def crowded_report() -> StatusReport:
+    """Every column there is, as wide as it gets."""
+    leases = (LeaseReport(1, 4194303, 7100.0), LeaseReport(2, 4194302, 1e6))
+    sizes = [int(share * GIB) for share in (999.9, 800.5, 123.4, 200.1, 100.6, 160.2, 0, 216.2)]
+    return StatusReport(
+        draining=False,
+        pools=(PoolReport("ram", *sizes),),
+        generations=(
+            GenerationReport(
+                LONG_KEY, "00ff-0000001a", "ready", sizes[2], "ram", True, leases, waiting=12
+            ),
+            GenerationReport("k", "00ff-00000100", "retired", GIB, "ram", False, leases[:1]),
+        ),
+        sessions=(SessionReport(1, 4194303, "a name " * 9, "cuda:0", (LONG_KEY,), False),),
+    )
+
+
+def on_80_columns(monkeypatch, stream: str) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(f"sys.{stream}", terminal)
+    return terminal
+
+
+def test_on_80_columns_nothing_is_broken_but_a_key_that_is_too_long(monkeypatch):
+    terminal = on_80_columns(monkeypatch, "stdout")
+    show_status(crowded_report(), "s")
+    lines = terminal.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert lines[1] == "pool  limit     in use   leased   retained  filling  retired  freeing"
+    assert lines[3] == "ram   1000 GiB  800 GiB  123 GiB  200 GiB   101 GiB  160 GiB  216 GiB"
+    heads = [line for line in lines if line.startswith(("key ", "session "))]
+    words = ["key", "generation", "state", "size", "held", "by", "waiting"]
+    assert heads[0].split() == words
+    assert heads[1].split() == ["session", "pid", "name", "device", "waiting", "for"]
+    first = lines.index(heads[0]) + 2
+    rows = [" ".join(line.split()) for line in lines[first:]]
+    assert rows[0].endswith(" 1a ready, pinned 123 GiB pid 4194303 (118 min) 12")
+    assert rows[1].endswith(" pid 4194302 (278 h)")
+    folded = [row.split()[0] for row in rows[: rows.index("")]]
+    assert "".join(folded) == LONG_KEY + "k"
+    assert "4194303 (not connected)" in terminal.getvalue() and "…" in terminal.getvalue()
+
+
+def test_a_refusals_table_fits_in_80_columns_too(monkeypatch):
+    terminal = on_80_columns(monkeypatch, "stderr")
+    show_error(BudgetExceeded("full", remedy="wait", holders=crowded_report().generations))
+    _, head, *rows = terminal.getvalue().splitlines()
+    assert head.split() == ["key", "generation", "state", "size", "held", "by", "waiting"]
+    assert max(len(line) for line in rows) <= 80
+    assert " ".join(rows[-1].split()) == "k 100 retired 1.0 GiB pid 4194303 (118 min) 0"
+
+
+def test_what_is_no_terminal_gets_whole_lines(capsys):
+    show_status(crowded_report(), "s")
+    shown = capsys.readouterr().out
+    assert f"\n{LONG_KEY}  1a " in shown and f"  {LONG_KEY}\n" in shown
+    assert ("a name " * 9).strip() in shown
+
+
+def test_a_column_that_would_say_nothing_is_left_out(capsys):
+    pools = (PoolReport("ram", GIB, 0, 0, 0, 0, 0, 0, 0),)
+    generation = GenerationReport("k", "1-1", "ready", 1, "ram", False, ())
+    show_status(StatusReport(False, pools, (generation,), ()), "s")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "pool  limit    in use"
+    assert "key  generation  state  size  held by" in lines
+
+
+@pytest.mark.parametrize(
+    ("generation", "short"),
+    [("0000068e9fa334ad-0000001a", "1a"), ("00ff-00000100", "100"), ("x-0000", "0"), ("g7", "g7")],
+)
+def test_a_generation_is_told_by_the_end_of_its_id(generation, short):
+    assert short_generation(generation) == short
+
+
+def waiting_report(*generations: GenerationReport, waits: tuple[str, ...] = ()) -> StatusReport:
+    in_use = sum(generation.size_bytes for generation in generations)
+    pool = PoolReport("ram", 8 * GIB, in_use, 0, 0, 0, 0, 0, 0)
+    session = SessionReport(1, 4321, "web", "cpu", waits, True)
+    return StatusReport(False, (pool,), generations, (session,))
+
+
+LEASED = GenerationReport("a", "1-1", "ready", 6 * GIB, "ram", False, (LeaseReport(1, 4321, 1.0),))
+PINNED = GenerationReport("b", "1-2", "ready", GIB, "ram", True, ())
+IDLE = GenerationReport("c", "1-3", "ready", GIB, "ram", False, ())
+OPEN = GenerationReport("k", "1-4", "open", 0, "ram", False, (), waiting=1)
+FULL = (
+    "waiting for room: pool ram has 1.0 GiB free of 8.0 GiB; "
+    "held by 'a' (6.0 GiB, pid 4321), 'b' (1.0 GiB, pinned)"
+)
+OTHER = "waiting for another process to fill it"
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        (waiting_report(LEASED, PINNED, OPEN), FULL),
+        (waiting_report(LEASED, PINNED, OPEN, waits=("k",)), FULL),
+        # Idle weights go as soon as a load lacks their room: so it is not room that it waits for.
+        (waiting_report(LEASED, IDLE, OPEN, waits=("k",)), OTHER),
+        (waiting_report(OPEN, waits=("k",)), OTHER),
+        (waiting_report(OPEN, waits=("x",)), None),
+        (waiting_report(), None),
+        (waiting_report(IDLE), None),
+        (
+            waiting_report(OPEN, GenerationReport("first", "1-5", "open", 0, "ram", False, ())),
+            "waiting for room: pool ram has 8.0 GiB free of 8.0 GiB; held by nobody",
+        ),
+        (waiting_report(GenerationReport("k", "1-4", "filling", GIB, "ram", False, ())), OTHER),
+        (
+            waiting_report(GenerationReport("k", "1-4", "reserved", GIB, "ram", False, ())),
+            "waiting for the kernel to provide its memory",
+        ),
+    ],
+)
+def test_a_load_that_stands_still_is_explained_from_the_ledger(report, text):
+    assert waiting_text(report, "k", 2 * GIB) == text
+
+
+def test_only_the_largest_of_those_who_fill_a_pool_are_named():
+    many = [
+        GenerationReport(f"w{n}", f"1-{n}", "ready", n * GIB // 2, "ram", True, ())
+        for n in range(1, 6)
+    ]
+    text = waiting_text(waiting_report(*many, OPEN), "k", 2 * GIB)
+    assert text is not None
+    held_by = "held by 'w5' (2.5 GiB, pinned), 'w4' (2.0 GiB, pinned), 'w3' (1.5 GiB, pinned)"
+    assert text.endswith(f"{held_by}, and 2 more")
 
 
 def test_an_empty_ledger_is_said_in_words(capsys):

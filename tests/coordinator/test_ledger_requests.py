@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.ledger.admission import OPEN_REQUESTS_LIMIT
 from coordinator.ledger.state import State
 from shm_store.errors import SourceMalformed
 from shm_store.wire import Acquire, Cause, Fail, Filling, Grant, Progress
@@ -522,6 +523,20 @@ def test_generation_ids_are_never_reused_and_rise_across_restarts():
             world.load(1, "k", file=file)
             seen.append(world.newest())
     assert seen == sorted(set(seen))
+
+
+def test_one_session_cannot_have_requests_without_end():
+    """Each costs a little of every deadline's search: a flood would slow down all others."""
+    world = World()
+    world.attach(1, 2)
+    rids = [world.build(1, f"k{number}") for number in range(OPEN_REQUESTS_LIMIT + 1)]
+    assert world.answer(1, rids[-2]) is None
+    assert world.failure(1, rids[-1]) == "resource"
+    other = world.build(2, "k")
+    assert world.ticket(2, other) is not None
+    world.abort(world.ticket(1, rids[0]), session=1)
+    again = world.build(1, "again")
+    assert world.ticket(1, again) is not None
 
 
 def test_a_key_that_is_no_key_is_refused_by_name():

@@ -83,6 +83,7 @@ def test_what_can_never_fit_is_refused_at_once():
         answer = world.answer(session, rid)
         assert isinstance(answer, Fail)
         assert (answer.cause.needed_bytes, answer.cause.free_bytes) == (301, 300)
+        assert answer.cause.remedy == "raise --ram-budget", "there is nothing to evict"
     assert world.state(gen) is None and [effect.gen for effect in world.done(Free)] == [gen]
     assert world.done(Back) == []
 
@@ -112,6 +113,8 @@ def test_a_refusal_lists_who_holds_what():
     assert isinstance(answer, Fail)
     cause = answer.cause
     assert (cause.code, cause.needed_bytes, cause.free_bytes) == ("budget_exceeded", 100, 50)
+    assert cause.message == "'more' needs 100 B; pool 'ram' has 50 B free of 300 B"
+    assert "release or evict" in cause.remedy
     (holder,) = cause.holders
     assert (holder.key, holder.generation, holder.size_bytes) == ("big", gen, 250)
     assert [(lease.session, lease.pid, lease.age_s) for lease in holder.leases] == [(1, 1001, 15.0)]
@@ -247,6 +250,39 @@ def test_evict_idle_leaves_pins_and_a_pin_can_be_taken_back():
     assert world.state(pinned) is State.FREEING
 
 
+def test_pins_have_an_end(monkeypatch):
+    monkeypatch.setattr("coordinator.ledger.operators.PINS_LIMIT", 2)
+    world = World()
+    world.attach(1)
+    rids = [world.rid(1) for _ in range(3)]
+    for number, rid in enumerate(rids):
+        world.say(1, Pin(rid, f"k{number}"))
+    assert world.failure(1, rids[2]) == "resource"
+    assert list(world.ledger.pins) == ["k0", "k1"]
+
+
+def test_a_refused_evict_says_what_is_in_the_way_and_what_to_do_about_that():
+    world = World()
+    world.attach(1)
+    world.retain(1, "pinned")
+    world.have(1, "held")
+    world.have(1, "both")
+    for key in ("pinned", "both"):
+        world.say(1, Pin(world.rid(1), key))
+    unpin, wait = "take the pin back with `weight-cache unpin`", "let the holders finish"
+    for key, message, remedy in (
+        ("pinned", "'pinned' is pinned", unpin),
+        ("held", "'held' is in use", wait),
+        ("both", "'both' is pinned and in use", f"{unpin} and {wait}"),
+        ("nope", "there are no weights 'nope'", "see `weight-cache status`"),
+    ):
+        rid = world.rid(1)
+        world.say(1, Evict(rid, key))
+        answer = world.answer(1, rid)
+        assert isinstance(answer, Fail)
+        assert (answer.cause.message, answer.cause.remedy) == (message, remedy)
+
+
 def test_flush_is_answered_when_what_was_freeing_is_gone():
     world = World()
     world.attach(1)
@@ -294,6 +330,7 @@ def test_drain_names_what_is_left_at_its_deadline_and_goes_on():
     answer = world.answer(9, rid)
     assert isinstance(answer, Fail) and answer.cause.code == "drain_incomplete"
     assert [holder.key for holder in answer.cause.holders] == ["a"]
+    assert answer.cause.message == "1 generation is still held"
     world.end(1)
     world.freed(gen)
     assert len(world.done(Exit)) == 1

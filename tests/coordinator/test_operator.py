@@ -21,7 +21,7 @@ from shm_store.errors import (
     VersionMismatch,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
-from shm_store.report import GenerationReport, StatusReport
+from shm_store.report import GenerationReport, LeaseReport, StatusReport
 from shm_store.wire import (
     VERSION,
     Acquire,
@@ -205,6 +205,64 @@ def test_a_silent_coordinator_is_given_up(ends, monkeypatch):
     monkeypatch.setattr(operator_module, "ANSWER_LIMIT_S", 0.05)
     with pytest.raises(CoordinatorLost, match=r"0\.05 s"):
         operator.status()
+
+
+def test_a_load_that_stands_still_hears_why_until_it_knows(ends, some_fd, monkeypatch):
+    """Reports come while the ACQUIRE is open; the second one tells enough, so no third is asked."""
+    operator, coordinator = ends
+    reports = [StatusReport(False, (), (), ()), StatusReport(False, (), (HOLDER,), ())]
+    heard = []
+
+    def on_wait(report: StatusReport) -> bool:
+        heard.append(report)
+        if len(heard) == 1:
+            coordinator.say(Report(RequestId(3), reports[1]))
+        else:
+            coordinator.say(Grant(RequestId(1), GenerationId("g1")), (some_fd,))
+        return len(heard) == 2
+
+    quiet = iter([False, False])
+    monkeypatch.setattr(operator_module, "_readable", lambda *_: next(quiet))
+    coordinator.say(Report(RequestId(2), reports[0]))
+    granted = operator.acquire(KEY, "path", some_fd, 3.0, on_wait=on_wait)
+
+    assert granted.lease == 1 and heard == reports
+    coordinator.resume()
+    acquire, fds = coordinator.heard()
+    channel.close_all(fds)
+    assert isinstance(acquire, Acquire)
+    assert [coordinator.heard()[0] for _ in range(2)] == [
+        Status(RequestId(2)),
+        Status(RequestId(3)),
+    ]
+
+
+def test_a_fill_that_has_begun_needs_no_explanation(ends, some_fd, monkeypatch):
+    operator, coordinator = ends
+    quiet = iter([True])  # asked once, before the fill begins
+    monkeypatch.setattr(operator_module, "_readable", lambda *_: next(quiet))
+    coordinator.say(Filling(RequestId(1), 5, 10))
+    coordinator.say(Grant(RequestId(1), GenerationId("g1")), (some_fd,))
+    seen = []
+    operator.acquire(KEY, "path", some_fd, 3.0, lambda *done: seen.append(done), lambda _: False)
+    assert seen == [(5, 10)]
+
+
+def test_what_is_there_and_what_a_pin_keeps_is_read_from_the_ledger(ends):
+    operator, coordinator = ends
+    lease = LeaseReport(1, 10, 1.0)
+    found = (
+        GenerationReport("idle", "g1", "ready", 1, "ram", True, ()),
+        GenerationReport("leased", "g2", "ready", 1, "ram", True, (lease,)),
+        GenerationReport("plain", "g3", "ready", 1, "ram", False, ()),
+        GenerationReport("going", "g4", "freeing", 1, "ram", False, ()),
+        GenerationReport("coming", "g5", "open", 0, "ram", False, ()),
+    )
+    for rid in range(1, 6):
+        coordinator.say(Report(RequestId(rid), StatusReport(False, (), found, ())))
+    assert operator.pinned_idle() == ("idle",)
+    keys = ("plain", "coming", "going", "nowhere")
+    assert [operator.has(Key(key)) for key in keys] == [True, True, False, False]
 
 
 def test_a_request_goes_out_with_the_callers_own_id(ends):

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpu_worker
 from gpu_worker import arguments
@@ -46,13 +47,43 @@ class TestAsked:
         ],
     )
     def test_what_contradicts_itself_is_refused(self, source, built, version):
-        with pytest.raises(ArgumentRefused):
+        with pytest.raises(ArgumentRefused) as caught:
             arguments.asked("k", source, built, version)
+        assert caught.value.remedy
+
+    def test_a_version_that_is_no_text_is_shown_as_one(self):
+        with pytest.raises(ArgumentRefused, match="not of type int") as caught:
+            arguments.asked("k", None, build, 2)
+        assert 'version="1"' in caught.value.remedy
 
     @pytest.mark.parametrize("key", ["", " k", "k\n", "k" * 513, None, b"k"])
     def test_a_key_that_is_none_is_refused(self, key):
         with pytest.raises(KeyRefused):
             arguments.asked(key, "f", None, "")
+
+
+class TestFactory:
+    @pytest.mark.parametrize("argument", ["skeleton", "build"])
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
+            pytest.param(torch.nn.Linear(1, 1), "a module already, a Linear", id="a module"),
+            pytest.param({}, "not of type dict", id="a state dict"),
+            pytest.param(None, "not of type NoneType", id="nothing"),
+        ],
+    )
+    def test_what_was_made_already_is_refused_with_how_to_wrap_it(self, argument, given, why):
+        """A module can be called, too; it would be, without its input."""
+        with pytest.raises(ArgumentRefused, match=f"^{argument}= .*{why}") as caught:
+            arguments.check_factory(argument, given)
+        assert f"{argument}=lambda: MyModel(config)" in caught.value.remedy
+
+    def test_a_class_is_a_function_that_makes_one(self):
+        arguments.check_factory("skeleton", torch.nn.Identity)
+
+    def test_a_module_is_refused_as_build(self):
+        with pytest.raises(ArgumentRefused, match="build= is a module already"):
+            arguments.asked("k", None, torch.nn.Linear(1, 1), "")
 
 
 class TestTimeout:
@@ -62,8 +93,9 @@ class TestTimeout:
 
     @pytest.mark.parametrize("timeout", [-1, -1e-9, math.nan, math.inf, 2e9, True, "1"])
     def test_a_time_that_nobody_can_wait_is_refused(self, timeout):
-        with pytest.raises(ArgumentRefused):
+        with pytest.raises(ArgumentRefused) as caught:
             arguments.timeout_s(timeout)
+        assert caught.value.remedy
 
 
 class TestAttach:

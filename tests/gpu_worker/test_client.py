@@ -438,6 +438,14 @@ class TestUnwanted:
         coordinator.fail(rid, Cancelled("given up"))
         coordinator.in_step(client)
 
+    @pytest.fixture
+    def _interruptible(self):
+        """A job in the background of a shell is started with SIGINT ignored."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
+    @pytest.mark.usefixtures("_interruptible")
     def test_an_interrupt_gives_up_and_leaks_nothing(self, coordinator, client):
         """S23: KeyboardInterrupt in the wait. The grant that crosses it is released."""
         main = threading.get_ident()

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gpu_worker.flights import Flight, Flights
 from shm_store.errors import CallerError, LoadTimeout
+from shm_store.keys import Key
 from tests.gpu_worker.served import WAIT_S, skeleton
 
 pytestmark = pytest.mark.process
@@ -118,3 +120,13 @@ class TestSingleFlight:
             loads = [threads.submit(load, key + a, key + b) for a, b in ("12", "21")]
             errors = [loading.exception(WAIT_S) for loading in loads]
         assert sorted(type(error).__name__ for error in errors) == ["CallerError", "NoneType"]
+
+    def test_a_wait_that_is_over_makes_no_circle(self):
+        """A thread that gave up waiting for this one may be waited for."""
+        flights = Flights(threading.RLock())
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(threading.get_ident).result(WAIT_S)
+            with pytest.raises(LoadTimeout):
+                flights.wait(Flight(Key("theirs"), other), 0.0)
+            waiting = threads.submit(flights.wait, Flight(Key("ours")), 0.0)
+            assert isinstance(waiting.exception(WAIT_S), LoadTimeout)

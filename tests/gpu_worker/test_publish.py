@@ -344,27 +344,32 @@ def quantized():
     return torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "meta": (lambda: torch.ones(3, device="meta"), "meta device"),
-    "meta_without_bytes": (lambda: torch.ones(0, device="meta"), "meta device"),
-    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo"),
-    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "torch._mkldnn"),
-    "nested": (nested, "nested"),
-    "quantised": (quantized, "legacy quantised dtype torch.quint8"),
-    "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "subclass Subclass"),
+REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
+    "meta": (lambda: torch.ones(3, device="meta"), "meta device", "real weights"),
+    "meta_without_bytes": (lambda: torch.ones(0, device="meta"), "meta device", "real weights"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo", ".to_dense()"),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "torch._mkldnn", ".to_dense()"),
+    "nested": (nested, "nested", ".unbind()"),
+    "quantised": (quantized, "legacy quantised dtype torch.quint8", ".dequantize()"),
+    "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "subclass Subclass", "plain tensor"),
     "subclass_parameter": (
         lambda: torch.nn.Parameter(torch.ones(3).as_subclass(Subclass)),
         "subclass Subclass",
+        "plain tensor",
     ),
-    "uninitialised": (torch.nn.UninitializedParameter, "UninitializedParameter"),
-    "half_complex": (lambda: torch.ones(3).to(torch.complex32), "torch.complex32"),
-    "freed": (freed, "freed or shrunk"),
-    "shrunk": (shrunk, "freed or shrunk"),
-    "integer": (lambda: 3, "of type int"),
-    "string": (lambda: "x", "of type str"),
-    "extra_state": (lambda: {"scale": 3}, "of type dict"),
-    "none": (lambda: None, "of type NoneType"),
-    "huge_stride": (lambda: torch.ones(1).as_strided((1, 1), (1 << 60, 1)), "too large"),
+    "uninitialised": (torch.nn.UninitializedParameter, "UninitializedParameter", "plain tensor"),
+    "half_complex": (lambda: torch.ones(3).to(torch.complex32), "torch.complex32", ".to()"),
+    "freed": (freed, "freed or shrunk", "gather"),
+    "shrunk": (shrunk, "freed or shrunk", "gather"),
+    "integer": (lambda: 3, "of type int", "leave it out"),
+    "string": (lambda: "x", "of type str", "leave it out"),
+    "extra_state": (lambda: {"scale": 3}, "of type dict", "leave it out"),
+    "none": (lambda: None, "of type NoneType", "leave it out"),
+    "huge_stride": (
+        lambda: torch.ones(1).as_strided((1, 1), (1 << 60, 1)),
+        "too large",
+        ".clone()",
+    ),
 }
 
 
@@ -373,17 +378,26 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_segment_cannot_hold_is_refused_by_name(kind):
-    make, why = REFUSED[kind]
+    make, why, remedy = REFUSED[kind]
     with pytest.raises(TensorRefused, match=why) as caught:
         publish.plan({"fine": torch.ones(2), "the.bad": make()})
     assert caught.value.name == "the.bad"
     assert why in caught.value.kind
+    assert remedy in caught.value.remedy
+
+
+def test_a_training_checkpoint_is_refused_with_where_its_weights_are():
+    checkpoint = {"epoch": 3, "optimizer": {"state": {}}, "model": {"w": torch.ones(2)}}
+    with pytest.raises(TensorRefused, match="epoch") as caught:
+        publish.plan(checkpoint)
+    assert "return the inner dict of tensors, e.g. checkpoint['model']" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", [3, None, b"a", "\ud800"])
 def test_an_odd_name_is_refused(name):
-    with pytest.raises(TensorRefused, match="name"):
+    with pytest.raises(TensorRefused, match="name") as caught:
         publish.plan({name: torch.ones(2)})
+    assert "text" in caught.value.remedy
 
 
 def test_a_name_that_comes_twice_is_refused():

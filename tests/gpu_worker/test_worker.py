@@ -85,6 +85,13 @@ class TestStateDict:
         assert operator.generation(key) is None
         assert worker.state_dict(key, build=lambda: {"w": torch.ones(2)})["w"].sum() == 2
 
+    def test_a_build_without_any_tensor_is_warned_of(self, worker, key, caplog):
+        """It is published as it is: others get nothing, too."""
+        assert worker.state_dict(key, build=dict) == {}
+        assert worker.state_dict(key, build=lambda: {"w": torch.ones(1)}) == {}
+        (told,) = [record for record in caplog.records if "no tensor" in record.getMessage()]
+        assert told.levelname == "WARNING" and repr(key) in told.getMessage()
+
     def test_progress_is_reported_of_a_file(self, worker, key, tmp_path):
         """At least when it is all there; what is in between depends on the speed."""
         save_file({"w": torch.zeros(8 << 20)}, tmp_path / "big")
@@ -158,13 +165,27 @@ class TestLoad:
         assert not worker.evict(key)
 
     def test_names_without_a_place_are_reported(self, worker, key, source, caplog):
-        handle = worker.load(key, skeleton=lambda: torch.nn.Linear(3, 2, bias=False), source=source)
-        assert "bias" in caplog.text and key in caplog.text
-        handle.close()
+        """On every handle, and once in the log: as news, for they do no harm."""
+        with caplog.at_level("INFO", "gpu_worker"):
+            handles = [
+                worker.load(key, skeleton=lambda: torch.nn.Linear(3, 2, bias=False), source=source)
+                for _ in range(2)
+            ]
+        assert [handle.unexpected for handle in handles] == [("bias",)] * 2
+        (told,) = [record for record in caplog.records if "skeleton" in record.getMessage()]
+        assert told.levelname == "INFO"
+        assert told.getMessage() == (
+            f"weight-cache: {key!r}: the weights have 1 tensor(s) that the skeleton does not use: "
+            "bias"
+        )
 
-    def test_a_skeleton_is_needed(self, worker, key, source):
-        with pytest.raises(ArgumentRefused, match="skeleton"):
-            worker.load(key, skeleton=None, source=source)
+    def test_where_every_name_has_its_place_nothing_is_unexpected(self, worker, key, source):
+        assert worker.load(key, skeleton=skeleton, source=source).unexpected == ()
+
+    @pytest.mark.parametrize("given", [None, torch.nn.Linear(3, 2)])
+    def test_a_skeleton_that_makes_the_module_is_needed(self, worker, key, source, given):
+        with pytest.raises(ArgumentRefused, match="skeleton= is"):
+            worker.load(key, skeleton=given, source=source)
 
 
 class TestHandles:

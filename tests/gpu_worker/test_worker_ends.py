@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from tests.gpu_worker.served import wait_until
 from tests.gpu_worker.template import Template
 from tests.processes import ROOT, Coordinator, Peer
 
@@ -98,7 +99,7 @@ class TestExit:
             for number in range(20):
                 worker.load(f"k{number}", skeleton=Slow, build=skeleton)
             for number in range(20):
-                worker.finalizers.put(lambda key=f"k{number}": worker.evict(key))
+                worker._finalizers.put(lambda key=f"k{number}": worker.evict(key))
             """
         )
 
@@ -270,6 +271,9 @@ def test_an_interrupt_ends_a_waiting_process_clean(served):
     owner = Peer(served.socket)
     ticket = owner.ticket("interrupted")
     script = """
+        import signal
+        # A job in the background of a shell is started with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("asking", flush=True)
         try:
             worker.state_dict("interrupted", build=skeleton)
@@ -291,8 +295,12 @@ def test_an_interrupt_ends_a_waiting_process_clean(served):
     )
     assert started.stdout is not None
     assert started.stdout.readline() == "asking\n"
-    while not any("interrupted" in session.waiting_for for session in owner.status().sessions[1:]):
-        pass
+    wait_until(
+        lambda: any(
+            session.pid == started.pid and session.waiting_for == ("interrupted",)
+            for session in owner.status().sessions
+        )
+    )
     started.send_signal(signal.SIGINT)
     _, stderr = started.communicate(timeout=WAIT_S)
     assert (started.returncode, stderr) == (3, "")

@@ -141,7 +141,7 @@ NOBODY: dict[str, Callable[[Path], object]] = {
 def test_where_nobody_answers_the_error_says_what_to_do(
     tmp_path: Path, prepare: Callable[[Path], object]
 ) -> None:
-    """It names the path, and a command that starts a coordinator."""
+    """It names the path and a command that starts a coordinator, and prints as one traceback."""
     parent = tmp_path / "d"
     parent.mkdir()
     prepare(parent / "s")
@@ -150,6 +150,7 @@ def test_where_nobody_answers_the_error_says_what_to_do(
     assert str(parent / "s") in caught.value.message
     assert "weight-cache serve" in caught.value.remedy
     assert isinstance(caught.value, CoordinatorLost)
+    assert caught.value.__suppress_context__
 
 
 def test_a_path_too_long_for_a_socket_is_refused(folder: Path) -> None:

@@ -62,7 +62,7 @@ def example(kind: type[WeightCacheError]) -> WeightCacheError:
     if kind is TensorRefused:
         return TensorRefused("decoder.weight", "a sparse layout", remedy="call to_dense()")
     if kind is WeightsMissing:
-        return WeightsMissing("minilm", ("a.weight", "b.bias"))
+        return WeightsMissing("minilm", ("a.weight", "b.bias"), ("c.weight",))
     if kind in (InUse, DrainIncomplete):
         return kind("held", holders=HOLDERS, remedy="wait")
     if kind is BudgetExceeded:
@@ -118,6 +118,19 @@ def test_facts_without_a_field_on_the_wire_stay_in_the_message() -> None:
     assert "a sparse layout" in str(refused)
     missing = Cause.of(WeightsMissing("minilm", ("a.weight", "b.bias"))).error()
     assert "a.weight, b.bias" in str(missing)
+
+
+def test_missing_weights_come_with_some_of_those_that_are_there_instead() -> None:
+    """By them one sees which module was saved, or that every name has a prefix."""
+    there = tuple(f"model.{number}" for number in range(7))
+    error = WeightsMissing("k", tuple(f"n{number}" for number in range(23)), there)
+    assert error.message.endswith(
+        "lack 23 tensor(s) of the skeleton: "
+        + ", ".join([*(f"n{number}" for number in range(20)), "and 3 more"])
+    )
+    assert "model.0, model.1, model.2, model.3, model.4, and 2 more" in error.remedy
+    assert error.unused == there
+    assert "e.g." not in WeightsMissing("k", ("n",)).remedy
 
 
 def test_a_code_of_a_newer_peer_becomes_the_root_class() -> None:

@@ -78,7 +78,9 @@ def test_a_file_that_is_missing_is_named(folder: Path) -> None:
 
 def test_a_folder_is_no_source(folder: Path) -> None:
     """And is called a directory, the commonest mistake."""
-    assert "a directory" in refused(str(folder)).message
+    error = refused(str(folder))
+    assert "a directory" in error.message
+    assert error.remedy == "give the .safetensors file in it"
 
 
 @pytest.mark.timeout(20)

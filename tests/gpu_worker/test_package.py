@@ -1,0 +1,26 @@
+"""What `import gpu_worker` offers, and what `help` shows of it."""
+
+from __future__ import annotations
+
+import re
+
+import gpu_worker
+from gpu_worker import ModelHandle, Worker
+from shm_store import errors
+
+
+def test_every_error_that_a_docstring_names_can_be_imported_from_here():
+    """And every kind of those: who catches SourceError may want to tell its kinds apart."""
+    calls = (gpu_worker.attach, Worker.state_dict, Worker.load, Worker.flush, ModelHandle.__enter__)
+    text = " ".join(call.__doc__ or "" for call in calls)
+    named = {word for word in re.findall(r"\w+", text) if hasattr(errors, word)}
+    assert {"NoCoordinator", "PeerForbidden", "VersionMismatch", "SourceError"} <= named
+    named |= {kind.__name__ for kind in errors.SourceError.__subclasses__()}
+    assert named <= set(gpu_worker.__all__)
+    assert all(hasattr(gpu_worker, name) for name in gpu_worker.__all__)
+
+
+def test_what_handles_need_of_a_worker_is_not_offered():
+    public = {name for name in vars(Worker) if not name.startswith("_")}
+    assert public == {"state_dict", "load", "use", "evict", "flush", "shutdown"}
+    assert {name for name in vars(ModelHandle) if not name.startswith("_")} == {"close"}
