@@ -1,0 +1,109 @@
+"""`python -m benchmarks attach|memory|kill|start [--json]`, which `scripts/bench` calls."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import warnings
+
+from benchmarks.rows import Outcome, show
+
+
+def main(arguments: list[str]) -> None:
+    """Run one benchmark and print its outcome."""
+    options = _parser().parse_args(arguments)
+    # torch.multiprocessing's file_descriptor strategy takes two fds per tensor in its sender.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+    outcome: Outcome = options.run(options)
+    if options.json:
+        print(outcome.to_json())
+    else:
+        show(outcome)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+
+    attach = commands.add_parser("attach", help="until a process has the tensors")
+    _sized(attach, 2000, 1000)
+    attach.add_argument("--rounds", type=int, default=25, help="repeats in one process")
+    attach.add_argument("--fresh-rounds", type=int, default=9, help="fresh processes of each")
+    attach.set_defaults(run=_attach)
+
+    memory = commands.add_parser("memory", help="what many workers of one model take")
+    _sized(memory, 500, 1000)
+    memory.add_argument("--workers", type=int, default=8)
+    memory.set_defaults(run=_memory)
+
+    kill = commands.add_parser("kill", help="until the leases of a killed worker are gone")
+    kill.add_argument("--kills", type=int, default=100)
+    kill.set_defaults(run=_kill)
+
+    start = commands.add_parser("start", help="until a coordinator listens, and what it then takes")
+    start.add_argument("--starts", type=int, default=10)
+    start.add_argument("--idle-seconds", type=float, default=30.0)
+    start.set_defaults(run=_start)
+
+    for command in (attach, memory, kill, start):
+        command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _sized(command: argparse.ArgumentParser, size_mb: int, tensors: int) -> None:
+    command.add_argument("--size-mb", type=float, default=size_mb, help="of the weights")
+    command.add_argument("--tensors", type=int, default=tensors)
+    command.add_argument(
+        "--warm-mb", type=int, default=3072, help="memory to write and free before measuring"
+    )
+    command.add_argument(
+        "--skip", action="append", default=[], metavar="PEER", help="leave a peer out, by name"
+    )
+
+
+def _attach(options: argparse.Namespace) -> Outcome:
+    from benchmarks import attach
+
+    return attach.run(
+        attach.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.rounds,
+            options.fresh_rounds,
+            options.warm_mb << 20,
+            options.skip,
+        )
+    )
+
+
+def _memory(options: argparse.Namespace) -> Outcome:
+    from benchmarks import memory
+
+    return memory.run(
+        memory.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.workers,
+            options.warm_mb << 20,
+            options.skip,
+        )
+    )
+
+
+def _kill(options: argparse.Namespace) -> Outcome:
+    from benchmarks import kill
+
+    return kill.run(kill.Options(options.kills))
+
+
+def _start(options: argparse.Namespace) -> Outcome:
+    from benchmarks import start
+
+    return start.run(start.Options(options.starts, options.idle_seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
