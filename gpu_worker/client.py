@@ -101,7 +101,8 @@ class Client:
         self.path = path
         self.pid = os.getpid()
         self.workers = 0
-        self.opened = threading.Event()
+        self._opening = threading.RLock()
+        self._opened = False
         self.keeper = Keeper(self._end)
         self._unused = unused
         self._connection = Connection(path, self._take, self._lose)
@@ -113,8 +114,11 @@ class Client:
 
     # --- for workers ----------------------------------------------------------------------------
 
-    def open(self, name: str, device: str) -> None:
-        """Connect, say who attaches, and wait until the coordinator has taken it.
+    def open(self, name: str, device: str) -> bool:
+        """Connect, say who attaches, and wait until the coordinator has taken it. Happens once.
+
+        Returns:
+            Whether this call did it; another may be at it, and is then waited for.
 
         Raises:
             NoCoordinator: nobody answers.
@@ -123,6 +127,16 @@ class Client:
             FdsExhausted: this process has no fd left.
             PlatformUnsupported: not Linux.
         """
+        if owned(self._opening):
+            refuse_reentry()
+        with self._opening:
+            if self._opened or self.ended:
+                return False
+            self._open(name, device)
+            self._opened = True
+            return True
+
+    def _open(self, name: str, device: str) -> None:
         try:
             self._connection.open(Resume(VERSION, name, device))
             from gpu_worker.mapping import MappingTable
@@ -138,8 +152,6 @@ class Client:
                     f"{self.path} was opened, but nobody answered in {HANDSHAKE_TIMEOUT_S:g} s"
                 ) from None
             raise
-        finally:
-            self.opened.set()
 
     def acquire(self, ask: Ask, timeout_s: float | None, progress: Progress | None) -> Granted:
         """Return the mapped bytes of `ask.key`, made first if nobody has them yet.
@@ -314,12 +326,15 @@ class Client:
         """Send a request under the next id. The fds stay the caller's."""
         with self._lock:
             lost = self._connection.lost
-            if lost is not None:
-                raise copy.copy(lost)
-            request.rid = RequestId(next(self._rids))
-            self._requests[request.rid] = request
-            self._connection.post(make(request.rid), fds)
-            request.sent = True
+            if lost is None:
+                request.rid = RequestId(next(self._rids))
+                self._requests[request.rid] = request
+                self._connection.post(make(request.rid), fds)
+                request.sent = True
+                return
+        if self._stopped and threading.current_thread().daemon:
+            threading.Event().wait()  # until the interpreter, which is ending, ends this thread
+        raise copy.copy(lost)
 
     def _give_up(self, request: Request) -> None:
         """Nobody waits any more. Before SPACE that is CANCEL, or ABORT of a ticket; then ABORT."""

@@ -98,7 +98,7 @@ class Connection:
             FdsExhausted: the socket is full, and an fd could not be kept for later.
         """
         channel = self._channel
-        if channel is None or self.lost is not None:
+        if channel is None:
             return
         for frame, carried in frames(encode(message), fds):
             if not self._outbox:

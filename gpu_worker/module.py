@@ -20,14 +20,14 @@ import inspect
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gpu_worker import mapping
 from gpu_worker.mapping import Buffer
+from gpu_worker.reentry import owned
 from shm_store.errors import ArgumentRefused, WeightsMissing, listed
 from shm_store.keys import Key
 from shm_store.manifest import Kind
@@ -38,9 +38,7 @@ _MISMATCH = re.compile(
 )
 """As torch words it, one to a line."""
 
-_construction = threading.Lock()
-_constructing: int | None = None
-"""The thread that holds the lock."""
+_construction = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,12 @@ def assemble(
     }
     address = ctypes.addressof(buffer)
     region = range(address, address + len(buffer))
-    with _exclusive_construction():
+    if owned(_construction):
+        raise ArgumentRefused(
+            "skeleton= assembles another module while it builds its own",
+            remedy="load the other weights first, and use their module in the skeleton",
+        )
+    with _construction:
         with init_empty_weights(include_buffers=False):
             module = skeleton()
         _check_module(module)
@@ -111,22 +114,6 @@ def _check_module(made: object) -> None:
             f"skeleton= returned {what}, not a module",
             remedy="have it return the torch.nn.Module that it makes",
         )
-
-
-@contextmanager
-def _exclusive_construction() -> Iterator[None]:
-    global _constructing
-    if _constructing == threading.get_ident():
-        raise ArgumentRefused(
-            "skeleton= assembles another module while it builds its own",
-            remedy="load the other weights first, and use their module in the skeleton",
-        )
-    with _construction:
-        _constructing = threading.get_ident()
-        try:
-            yield
-        finally:
-            _constructing = None
 
 
 def _assign(

@@ -32,16 +32,14 @@ def share(path: str, name: str, device: str) -> Client:
     while True:
         with _registry:
             client = _clients.get(place)
-            mine = client is None or client.ended
             if client is None or client.ended:
                 client = _clients[place] = Client(path, _close_if_unused)
                 _alive.add(client)
             client.workers += 1
         try:
-            if mine:
-                client.open(name, device)
-            else:
-                client.opened.wait()
+            # Whoever comes first opens it, and not whoever made it: that one may be gone by now,
+            # by an exception from outside.
+            mine = client.open(name, device)
         except BaseException:
             leave(client)
             raise

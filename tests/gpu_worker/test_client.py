@@ -22,7 +22,6 @@ from shm_store.errors import (
     Cancelled,
     LoadTimeout,
     ProtocolViolation,
-    ResourceError,
     SegmentRefused,
     SourceNotOpened,
     TensorRefused,
@@ -463,55 +462,4 @@ class TestUnwanted:
         rid, messages = interrupting.result(WAIT_S)
         assert messages == [Cancel(rid), Release(coordinator.gen, LeaseId(rid))]
         assert maps_of(coordinator.gen) == []
-        coordinator.in_step(client)
-
-
-class TestFlush:
-    def test_it_comes_after_everything_the_keeper_had_to_do(self, coordinator, client, asked):
-        asking, rid = asked()
-        coordinator.grant(rid)
-        asking.result(WAIT_S)
-        held = threading.Event()
-        client.keeper.put(held.wait)
-        del asking
-        flushing = coordinator.call(client.flush, WAIT_S)
-        other = coordinator.call(client.acquire, built(), None, None)
-        crossing = coordinator.expect(Acquire).rid  # nothing before it: both wait for the keeper
-        held.set()
-        assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
-        coordinator.answer_flush()
-        flushing.result(WAIT_S)
-        coordinator.grant(crossing)
-        other.result(WAIT_S)
-
-    def test_it_comes_after_what_the_keeper_destroys(self, coordinator, client, asked):
-        """A task that lets go of bytes enqueues their mapping behind the flush."""
-        asking, rid = asked()
-        coordinator.grant(rid)
-        asking.result(WAIT_S)
-        held = threading.Event()
-        kept = [asking]
-        del asking
-        client.keeper.put(held.wait)
-        client.keeper.put(lambda: client.keeper.put(kept.clear))
-        flushing = coordinator.call(client.flush, WAIT_S)
-        other = coordinator.call(client.acquire, built(), None, None)
-        crossing = coordinator.expect(Acquire).rid  # the flush waits for the keeper by now
-        held.set()
-        assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
-        coordinator.answer_flush()
-        flushing.result(WAIT_S)
-        coordinator.grant(crossing)
-        other.result(WAIT_S)
-
-    def test_it_ends_at_its_timeout_whoever_is_slow(self, coordinator, client):
-        held = threading.Event()
-        client.keeper.put(held.wait)
-        with pytest.raises(ResourceError, match="taken effect"):
-            client.flush(0.05)
-        held.set()
-        with pytest.raises(ResourceError, match="taken effect"):
-            client.flush(0.2)
-        rid = coordinator.expect(Flush).rid
-        coordinator.send(Flushed(rid))
         coordinator.in_step(client)

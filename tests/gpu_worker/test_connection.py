@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+import weakref
 
 import pytest
 
 from gpu_worker import registry
+from gpu_worker.request import Ask
 from shm_store import channel, segment
 from shm_store.errors import (
     CallerError,
     ConnectionLost,
     Draining,
     FdsExhausted,
+    LoadTimeout,
     NoCoordinator,
     PeerForbidden,
     ProtocolViolation,
@@ -22,7 +26,7 @@ from shm_store.errors import (
 from shm_store.keys import GenerationId, LeaseId, RequestId
 from shm_store.wire import VERSION, Bye, Cause, Done, Fail, Flush, Flushed, Grant, Release, encode
 from tests.gpu_worker.sealed import maps_of
-from tests.gpu_worker.spoken import WAIT_S, built, segments_open
+from tests.gpu_worker.spoken import KEY, WAIT_S, built, fds_of, segments_open
 
 
 class TestEnd:
@@ -38,6 +42,34 @@ class TestEnd:
         for call in (lambda: client.flush(WAIT_S), lambda: client.acquire(built(), None, None)):
             with pytest.raises(ConnectionLost, match="went away"):
                 call()
+
+    def test_it_leaves_no_fd_behind(self, coordinator, client, tmp_path):
+        """Not even those of frames that were still to be sent."""
+        before = len(fds_of("anon_inode:[eventfd]"))
+        path = tmp_path / "w.safetensors"
+        path.write_bytes(b"unsent")
+        for lease in range(1, 3001):
+            client._release(coordinator.gen, LeaseId(lease))
+        with pytest.raises(LoadTimeout):
+            client.acquire(Ask(KEY, str(path), None), 0.0, None)
+        assert len(fds_of(str(path))) == 1
+        coordinator.peer.close()
+        with pytest.raises(ConnectionLost):
+            client.flush(WAIT_S)
+        client._connection.join(WAIT_S)
+        assert fds_of(str(path)) == []
+        assert len(fds_of("anon_inode:[eventfd]")) == before - 1
+
+    def test_a_frame_that_cannot_be_sent_ends_it(self, coordinator, client, monkeypatch):
+        """Its asker would else wait for ever: the coordinator never heard of it."""
+
+        def refuse(frame, fds=()):
+            raise ConnectionLost("too many fds in flight")
+
+        monkeypatch.setattr(client._connection._channel, "send_frame", refuse)
+        with pytest.raises(ConnectionLost, match="in flight"):
+            client.acquire(built(), None, None)
+        assert coordinator.receive() is None
 
     def test_after_bye_it_is_a_drain(self, coordinator, client, asked):
         asking, _ = asked()
@@ -169,16 +201,20 @@ class TestHandshake:
         with pytest.raises(NoCoordinator, match="weight-cache serve"):
             registry.share(str(tmp_path / "none"), "test", "cpu")
 
-    def test_without_a_free_fd_it_is_said(self, coordinator):
+    @pytest.mark.parametrize("free", [0, 1])
+    def test_without_enough_free_fds_it_is_said(self, coordinator, free):
+        """And the one it got is closed again."""
+        before = len(os.listdir("/proc/self/fd"))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
         try:
             with pytest.raises(FdsExhausted):
                 registry.share(coordinator.path, "test", "cpu")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 class TestCallers:
@@ -226,6 +262,20 @@ class TestKeeper:
         client.keeper.put(fail)
         coordinator.in_step(client)
         assert "in a destructor" in caplog.text
+
+    def test_what_is_done_is_not_kept(self, client):
+        """A task may be the last to hold a module; the keeper then waits for the next one."""
+        gone = threading.Event()
+
+        class Task:
+            def __call__(self):
+                pass
+
+        task = Task()
+        weakref.finalize(task, gone.set)
+        client.keeper.put(task)
+        del task
+        assert gone.wait(WAIT_S)
 
     def test_a_log_handler_that_raises_is_survived(self, coordinator, client, monkeypatch):
         def error(*arguments, **keywords):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 
@@ -35,6 +36,21 @@ class TestSharing:
         assert len(clients) == 1
         assert not coordinator.connecting()
         assert clients.pop().workers == 8
+
+    def test_an_attach_interrupted_before_it_opens_keeps_nobody_waiting(
+        self, coordinator, monkeypatch
+    ):
+        """Ctrl-C between making the client known and opening it: the next attach does that."""
+
+        class Interrupted(weakref.WeakSet):
+            def add(self, item):
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(registry, "_alive", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            share(coordinator)
+        coordinator.in_step(coordinator.attach())
 
     def test_those_who_waited_for_a_failed_attach_try_themselves(self, coordinator):
         attaching = [coordinator.call(share, coordinator) for _ in range(3)]

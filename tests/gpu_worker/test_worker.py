@@ -194,13 +194,24 @@ class TestHandles:
         return worker.load(key, skeleton=skeleton, source=source)
 
     def test_a_dropped_handle_ends_its_claim(self, worker, key, source):
-        """Through the keeper's queue: the finalizer itself only enqueues."""
+        """Through the keeper's queue: a finalizer only enqueues, whoever holds the lock."""
         handle = worker.load(key, skeleton=skeleton, source=source)
         assert not worker.evict(key)
         handle = worker.load(key, skeleton=skeleton, source=source)
         worker.flush()
-        with worker._lock:
+        held, over = threading.Event(), threading.Event()
+
+        def hold():
+            with worker._lock:
+                held.set()
+                return over.wait(2)
+
+        with ThreadPoolExecutor(1) as threads:
+            holding = threads.submit(hold)
+            assert held.wait(WAIT_S)
             del handle
+            over.set()
+            assert holding.result(WAIT_S), "dropping it waited for the lock"
         worker.flush()
         assert worker.evict(key)
 
@@ -286,6 +297,7 @@ class TestHandles:
         """As by the finalizer of something of the user's, while a call of ours collects garbage."""
         with worker._lock:
             handle.close()
+            assert worker._records.held()
             with pytest.raises(CallerError):
                 worker.evict(key)
         worker.flush()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -80,7 +81,7 @@ class TestExit:
                 threading.Event().wait()
             def load():
                 worker.state_dict("never", build=build)
-            for _ in range(3):
+            for _ in range(30):
                 threading.Thread(target=load, daemon=True).start()
             assert building.wait(60)
             """
@@ -90,18 +91,33 @@ class TestExit:
         """A daemon thread that runs torch while the interpreter ends aborts the process."""
         run(
             """
+            import threading, time
+            destroying = threading.Event()
             class Slow(torch.nn.Linear):
                 def __init__(self):
                     super().__init__(3, 2)
                 def __del__(self):
-                    for _ in range(2000):
-                        torch.ones(1000).sum()
-            for number in range(20):
-                worker.load(f"k{number}", skeleton=Slow, build=skeleton)
-            for number in range(20):
-                worker._finalizers.put(lambda key=f"k{number}": worker.evict(key))
+                    destroying.set()
+                    end_s = time.monotonic() + 1
+                    while time.monotonic() < end_s:
+                        torch.ones(100_000).sum()
+            worker.load("slow", skeleton=Slow, build=skeleton)
+            worker._finalizers.put(lambda: worker.evict("slow"))
+            assert destroying.wait(60)
             """
         )
+
+    def test_it_does_not_wait_for_all_that_is_queued(self, run):
+        """The end of the process gives everything back at once."""
+        started_s = time.monotonic()
+        run(
+            """
+            import threading
+            for _ in range(60):
+                worker._finalizers.put(lambda: threading.Event().wait(1))
+            """
+        )
+        assert time.monotonic() - started_s < 9
 
     def test_it_is_clean_after_the_coordinator_is_gone(self, run, tmp_path):
         mortal = Coordinator(str(tmp_path / "s"))
@@ -158,15 +174,16 @@ class TestFork:
     def test_a_child_may_attach_by_itself(self, run):
         run(
             """
-            state = load()
-            child = os.fork()
-            if not child:
-                with gpu_worker.attach(sys.argv[1]) as worker:
-                    with worker.use("linear", skeleton=skeleton, build=skeleton) as module:
-                        module(torch.ones(3))
-                sys.exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            worker.flush()
+            with worker:
+                state = load()
+                child = os.fork()
+                if not child:
+                    with gpu_worker.attach(sys.argv[1]) as mine:
+                        with mine.use("linear", skeleton=skeleton, build=skeleton) as module:
+                            module(torch.ones(3))
+                    sys.exit(0)  # through the parent's block, which is not the child's to end
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                worker.flush()
             """
         )
 
@@ -183,6 +200,47 @@ class TestFork:
             child = os.fork()
             if not child:
                 os._exit(len(sockets()))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            """
+        )
+
+    def test_a_fork_during_a_fill_keeps_the_segment_nowhere_else(self, run):
+        """Its memory would stay after the coordinator freed it, in nobody's books."""
+        run(
+            """
+            from gpu_worker import publish
+            fill = publish.fill
+            def forking(fd, plan):
+                child = os.fork()
+                if not child:
+                    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+                    names = [os.readlink(link) for link in links if os.path.lexists(link)]
+                    os._exit(sum("memfd:weight-cache:" in name for name in names))
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                fill(fd, plan)
+            publish.fill = forking
+            assert worker.state_dict("forking", build=skeleton)["bias"].numel() == 2
+            """
+        )
+
+    def test_a_lock_that_another_thread_held_is_free_in_the_child(self, run):
+        run(
+            """
+            import signal, threading
+            from gpu_worker import registry
+            held, over = threading.Event(), threading.Event()
+            def hold():
+                with registry._registry:
+                    held.set()
+                    over.wait()
+            threading.Thread(target=hold).start()
+            assert held.wait(60)
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                gpu_worker.attach(sys.argv[1]).shutdown()
+                os._exit(0)
+            over.set()
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             """
         )
