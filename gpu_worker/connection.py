@@ -152,6 +152,8 @@ class Connection:
             pass  # the peer has done so already
 
     def _read(self) -> None:
+        if self.lost is not None:
+            return  # given up, by an exception from outside, while this thread started
         assert self._channel is not None
         try:
             self._listen(self._channel)
@@ -204,7 +206,10 @@ class Connection:
         self._outbox.clear()
 
     def _lose(self, error: WeightCacheError) -> None:
+        """End it, once: by the time of a second end the fds may be somebody else's."""
         with self.lock:
+            if self.lost is not None:
+                return
             self.lost = error
             self._drop_outbox()
             if self._channel is not None:

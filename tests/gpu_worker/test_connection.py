@@ -43,6 +43,21 @@ class TestEnd:
             with pytest.raises(ConnectionLost, match="went away"):
                 call()
 
+    def test_it_ends_once(self, coordinator, client, tmp_path):
+        """As when Ctrl-C comes while the reader starts: caller and reader both end it."""
+        connection = client._connection
+        before = set(os.listdir("/proc/self/fd"))
+        coordinator.peer.close()
+        with pytest.raises(ConnectionLost):
+            client.flush(WAIT_S)
+        connection.join(WAIT_S)
+        freed = len(before - set(os.listdir("/proc/self/fd")))
+        files = [(tmp_path / str(number)).open("w") for number in range(freed)]
+        connection._lose(ConnectionLost("again"))
+        for file in files:
+            with file:
+                file.write("still open")
+
     def test_it_leaves_no_fd_behind(self, coordinator, client, tmp_path):
         """Not even those of frames that were still to be sent."""
         before = len(fds_of("anon_inode:[eventfd]"))
