@@ -88,7 +88,9 @@ def assemble(
             remedy="load the other weights first, and use their module in the skeleton",
         )
     with _construction:
+        full = torch.nn.Module.register_parameter
         with init_empty_weights(include_buffers=False):
+            _patch_this_thread_only(full)
             module = skeleton()
         _check_module(module)
         module.requires_grad_(False)
@@ -105,6 +107,20 @@ def assemble(
     if not train:
         module.eval()
     return Assembled(module, tuple(unexpected))
+
+
+def _patch_this_thread_only(full: Callable[..., None]) -> None:
+    """Keep accelerate's patch of `nn.Module` from the modules that other threads build meanwhile.
+
+    It is for the whole process, so a `build=` in another thread would find its weights on meta.
+    Leaving `init_empty_weights` takes this away with the patch.
+    """
+    empty, mine = torch.nn.Module.register_parameter, threading.get_ident()
+
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        (empty if threading.get_ident() == mine else full)(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
 
 
 def _check_module(made: object) -> None:

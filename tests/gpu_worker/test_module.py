@@ -353,6 +353,20 @@ def test_a_skeleton_that_raises_leaves_nothing_patched_or_locked():
             assert other.submit(build, Small, buffer).result(10).unexpected == ()
 
 
+def test_a_module_that_another_thread_builds_meanwhile_has_its_weights():
+    """accelerate patches nn.Module for the whole process; a `build=` must not see it."""
+    meanwhile = []
+
+    def skeleton():
+        with ThreadPoolExecutor(1) as other:
+            meanwhile.append(other.submit(torch.nn.Linear, 2, 2).result(10))
+        return Small()
+
+    with mapped(seal(Small())) as buffer:
+        assert build(skeleton, buffer).unexpected == ()
+    assert meanwhile[0].weight.device.type == "cpu"
+
+
 def test_a_skeleton_that_is_no_module_is_refused():
     with mapped(seal({})) as buffer:
         with pytest.raises(ArgumentRefused, match="returned a dict"):
