@@ -213,8 +213,7 @@ class Client:
         """
         if os.getpid() != self.pid:
             raise ForkedProcess("this worker was attached by the parent of this process")
-        own = self._connection.reader, self.keeper.ident
-        if owned(self._lock) or threading.get_ident() in own:
+        if owned(self._lock) or self._connection.runs_here or self.keeper.runs_here:
             refuse_reentry()
 
     # --- for the registry -----------------------------------------------------------------------

@@ -66,9 +66,9 @@ class Connection:
         self._reader = threading.Thread(target=self._read, name="weight-cache-reader", daemon=True)
 
     @property
-    def reader(self) -> int | None:
-        """The reader thread's id, once it runs."""
-        return self._reader.ident
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the reader. Ids of ended threads are used again."""
+        return self._reader.ident == threading.get_ident() and self._reader.is_alive()
 
     def open(self, first: AnyMessage) -> None:
         """Connect, send `first`, and start to read.

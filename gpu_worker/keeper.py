@@ -43,9 +43,9 @@ class Keeper:
         self._thread.start()
 
     @property
-    def ident(self) -> int | None:
-        """The thread's id, while it runs or has run."""
-        return self._thread.ident
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the keeper. Ids of ended threads are used again."""
+        return self._thread.ident == threading.get_ident() and self._thread.is_alive()
 
     def put(self, task: Task) -> None:
         """Have `task` called after everything that was queued before it. Safe in a finalizer."""

@@ -9,6 +9,7 @@ import pytest
 from shm_store.errors import ResourceError
 from shm_store.keys import LeaseId
 from shm_store.wire import Acquire, Flush, Flushed, Release
+from tests.gpu_worker.served import wait_until
 from tests.gpu_worker.spoken import WAIT_S, built
 
 
@@ -21,6 +22,7 @@ class TestFlush:
         client.keeper.put(held.wait)
         del asking
         flushing = coordinator.call(client.flush, WAIT_S)
+        wait_until(lambda: client.keeper.queue.qsize() == 2)  # the mapping, and the flush
         other = coordinator.call(client.acquire, built(), None, None)
         crossing = coordinator.expect(Acquire).rid  # nothing before it: both wait for the keeper
         held.set()
@@ -35,15 +37,24 @@ class TestFlush:
         asking, rid = asked()
         coordinator.grant(rid)
         asking.result(WAIT_S)
-        held = threading.Event()
+        held, late, over = threading.Event(), threading.Event(), threading.Event()
         kept = [asking]
         del asking
+
+        def let_go():
+            late.set()
+            over.wait(WAIT_S)
+            kept.clear()
+
         client.keeper.put(held.wait)
-        client.keeper.put(lambda: client.keeper.put(kept.clear))
+        client.keeper.put(lambda: client.keeper.put(let_go))
         flushing = coordinator.call(client.flush, WAIT_S)
-        other = coordinator.call(client.acquire, built(), None, None)
-        crossing = coordinator.expect(Acquire).rid  # the flush waits for the keeper by now
+        wait_until(lambda: client.keeper.queue.qsize() == 2)  # the second task, and the flush
         held.set()
+        assert late.wait(WAIT_S)
+        other = coordinator.call(client.acquire, built(), None, None)
+        crossing = coordinator.expect(Acquire).rid  # and no flush before it
+        over.set()
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
         coordinator.answer_flush()
         flushing.result(WAIT_S)

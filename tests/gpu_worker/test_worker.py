@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -227,25 +227,26 @@ class TestHandles:
         assert worker.shutdown() == ()
         handle.close()
 
-    @pytest.fixture
-    def _fast_switching(self):
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        yield
-        sys.setswitchinterval(before)
+    def test_threads_that_share_one_leave_as_often_as_they_entered(
+        self, worker, handle, monkeypatch
+    ):
+        """Were both to pick the same lock to end, the other would last for ever."""
+        last_lock = worker._records.last_lock
+        both = threading.Barrier(2)
 
-    @pytest.mark.usefixtures("_fast_switching")
-    def test_one_handle_may_be_used_by_many_threads(self, worker, handle):
-        """Each leaves as often as it entered, so nothing stays locked."""
+        def together(claim):
+            lock = last_lock(claim)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+            return lock
 
-        def work():
-            for _ in range(200):
-                with handle, handle:
-                    pass
-
-        with ThreadPoolExecutor(4) as threads:
-            for working in [threads.submit(work) for _ in range(4)]:
-                working.result(WAIT_S)
+        monkeypatch.setattr(worker._records, "last_lock", together)
+        handle.__enter__()
+        handle.__enter__()
+        with ThreadPoolExecutor(2) as threads:
+            leaving = [threads.submit(handle.__exit__, None, None, None) for _ in range(2)]
+            for future in leaving:
+                future.result(WAIT_S)
         handle.close()
         assert worker.shutdown() == ()
 

@@ -87,6 +87,28 @@ class TestExit:
             """
         )
 
+    def test_a_daemon_thread_that_asks_too_late_is_not_heard_of(self, run):
+        """The main thread is told; it may be at a later exit handler."""
+        run(
+            """
+            import threading
+            from gpu_worker import registry
+            registry._stop_all()
+            asking = threading.Thread(
+                target=lambda: worker.state_dict("late", build=skeleton), daemon=True
+            )
+            asking.start()
+            asking.join(0.5)
+            assert asking.is_alive()
+            try:
+                worker.state_dict("late", build=skeleton)
+            except gpu_worker.CallerError:
+                pass
+            else:
+                print("it was served")
+            """
+        )
+
     def test_it_is_clean_while_the_keeper_is_at_work(self, run):
         """A daemon thread that runs torch while the interpreter ends aborts the process."""
         run(
@@ -228,9 +250,10 @@ class TestFork:
             """
             import signal, threading
             from gpu_worker import registry
+            handle = load()
             held, over = threading.Event(), threading.Event()
             def hold():
-                with registry._registry:
+                with registry._registry, worker._client._lock, worker._lock:
                     held.set()
                     over.wait()
             threading.Thread(target=hold).start()
@@ -238,6 +261,7 @@ class TestFork:
             child = os.fork()
             if not child:
                 signal.alarm(20)
+                handle.close()
                 gpu_worker.attach(sys.argv[1]).shutdown()
                 os._exit(0)
             over.set()
@@ -249,7 +273,7 @@ class TestFork:
         """Other threads hold every lock there is, again and again, while this one forks."""
         run(
             """
-            import threading
+            import signal, threading
             stop = threading.Event()
             def work():
                 while not stop.is_set():
@@ -259,19 +283,22 @@ class TestFork:
             threads = [threading.Thread(target=work) for _ in range(3)]
             for thread in threads:
                 thread.start()
+            codes = []
             for _ in range(25):
                 child = os.fork()
                 if not child:
                     try:
                         worker.flush()
                     except ForkedProcess:
+                        signal.alarm(20)
                         gpu_worker.attach(sys.argv[1]).shutdown()
                         os._exit(0)
                     os._exit(1)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             stop.set()
             for thread in threads:
                 thread.join()
+            assert codes == [0] * 25, codes
             """
         )
 
