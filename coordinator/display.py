@@ -98,13 +98,15 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     columns = ["key", "generation", "state", "size", "held by"]
     table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key",))
     for generation in generations:
-        leases = (f"pid {lease.pid} ({_age_text(lease.age_s)})" for lease in generation.leases)
+        holders = [f"pid {lease.pid} ({_age_text(lease.age_s)})" for lease in generation.leases]
+        if generation.filled_by is not None:
+            holders.append(f"pid {generation.filled_by} builds it")
         table.add_row(
             plain(generation.key),
             short_generation(generation.generation),
             plain(generation.state) + (", pinned" if generation.pinned else ""),
             _short_size(generation.size_bytes),
-            "\n".join(leases) or "-",
+            "\n".join(holders) or "-",
             *([str(generation.waiting)] if waited_for else []),
         )
     return table
@@ -180,6 +182,7 @@ def _pool_holders(report: StatusReport, pool: str) -> str:
         facts = [size_text(generation.size_bytes)]
         facts += ["pinned"] if generation.pinned else []
         facts += [f"pid {lease.pid}" for lease in generation.leases]
+        facts += [f"built by pid {generation.filled_by}"] if generation.filled_by else []
         named.append(f"{generation.key!r} ({', '.join(facts)})")
     return listed(named, HOLDERS_SHOWN) or "nobody"
 

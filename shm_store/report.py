@@ -30,6 +30,8 @@ class GenerationReport(msgspec.Struct, frozen=True):
     filled_bytes: int = 0
     waiting: int = 0
     """Requests that wait for this generation."""
+    filled_by: int | None = None
+    """The pid of the worker that has its ticket; None when a loader has it, or nobody."""
 
 
 class PoolReport(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ import msgspec
 
 from shm_store.errors import ArgumentRefused, ProtocolViolation, WeightCacheError, rebuild
 from shm_store.keys import KEY_LIMIT_BYTES, Fingerprint, GenerationId, Key, LeaseId, RequestId
+from shm_store.layout import PAGE_BYTES
 from shm_store.report import GenerationReport, StatusReport
 
 VERSION = 1
@@ -29,7 +30,8 @@ Name = Annotated[str, msgspec.Meta(max_length=4096)]
 AnyKey = Annotated[Key, msgspec.Meta(min_length=1, max_length=KEY_LIMIT_BYTES)]
 """Short enough for a preamble. Only `parse_key` says whether it is a key."""
 Version = Annotated[str, msgspec.Meta(max_length=120)]
-SizeBytes = Annotated[int, msgspec.Meta(gt=0, le=SIZE_LIMIT_BYTES)]
+SizeBytes = Annotated[int, msgspec.Meta(gt=0, le=SIZE_LIMIT_BYTES, multiple_of=PAGE_BYTES)]
+"""In whole pages: the kernel gives no less, and the books say what it gives."""
 CountBytes = Annotated[int, msgspec.Meta(ge=0, le=SIZE_LIMIT_BYTES)]
 TimeoutS = Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_LIMIT_S)]
 

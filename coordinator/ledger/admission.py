@@ -214,9 +214,13 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     free_bytes = max(0, pool.limit_bytes - ledger.in_use_bytes(pool.name))
     holders = sorted(ledger.in_pool(pool.name), key=lambda holder: (-holder.size_bytes, holder.id))
     never = generation.size_bytes > pool.limit_bytes
+    first = pool.queue[0] if pool.queue else generation
+    behind = ""
+    if first is not generation and not never:
+        behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
     return BudgetExceeded(
         f"{generation.key!r} needs {size_text(generation.size_bytes)}; pool {pool.name!r} has "
-        f"{size_text(free_bytes)} free of {size_text(pool.limit_bytes)}",
+        f"{size_text(free_bytes)} free of {size_text(pool.limit_bytes)}{behind}",
         remedy="raise --ram-budget" if never else None,
         needed_bytes=generation.size_bytes,
         free_bytes=free_bytes,

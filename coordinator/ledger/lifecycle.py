@@ -75,14 +75,21 @@ def seal_refused(turn: Turn, generation: Generation, reason: str) -> None:
     if not isinstance(owner, Request) or owner.session not in turn.ledger.sessions:
         admission.abandon(turn, generation, error, died=False)
         return
+    if owner.id in generation.askers:
+        turn.fail(owner, error)
+    _part(turn, generation)
+
+
+def _part(turn: Turn, generation: Generation) -> None:
+    """Seat those who wait for a worker that still has the bytes again, without it.
+
+    It may still have them mapped, so they stay charged until its ABORT or its end.
+    """
     doomed, generation.doomed = generation.doomed, True
-    requests = list(generation.askers.values())
-    for request in requests:
+    others = [request for request in generation.askers.values() if request is not generation.owner]
+    for request in others:
         turn.detach(request)
-    if owner in requests:
-        requests.remove(owner)
-        turn.refuse(owner.session, owner.rid, error)
-    admission.seat_again(turn, requests, doomed=doomed, deaths=generation.deaths)
+    admission.seat_again(turn, others, doomed=doomed, deaths=generation.deaths)
 
 
 def abort(turn: Turn, generation: Generation, message: Abort) -> None:
@@ -155,9 +162,18 @@ def attached(turn: Turn, event: Attached) -> None:
 
 
 def disconnected(turn: Turn, session: Session) -> None:
-    """The connection is gone, the process may not be: only what waits is dropped."""
+    """The connection is gone, the process may not be: what waits is dropped, and tickets.
+
+    A ticket without bytes is given back. A fill that has some can no longer be committed, and parts
+    from those who wait for it.
+    """
     session.connected = False
-    _drop_waiting(turn, session, keep_tickets=True)
+    _drop_waiting(turn, session)
+    for generation in turn.ledger.owned_by(session.id):
+        if generation.state is not State.FILLING:
+            admission.abandon(turn, generation, None, died=False)
+        elif not generation.sealing:
+            _part(turn, generation)
     if not session.leases and not turn.ledger.owned_by(session.id):
         del turn.ledger.sessions[session.id]
         turn.do(Forget(session.id))
@@ -166,7 +182,7 @@ def disconnected(turn: Turn, session: Session) -> None:
 def ended(turn: Turn, session: Session) -> None:
     """The process is gone, and with it its requests, leases and tickets. Happens once."""
     session.connected = False
-    _drop_waiting(turn, session, keep_tickets=False)
+    _drop_waiting(turn, session)
     for gen in list(session.leases):
         turn.end_lease(session.id, turn.ledger.generations[gen])
     owned = turn.ledger.owned_by(session.id)
@@ -177,16 +193,15 @@ def ended(turn: Turn, session: Session) -> None:
             _owner_died(turn, generation, f"process {session.pid} ended while it filled it")
 
 
-def _drop_waiting(turn: Turn, session: Session, *, keep_tickets: bool) -> None:
+def _drop_waiting(turn: Turn, session: Session) -> None:
     """Drop the requests of a session without an answer; nobody is there to read one."""
     ledger = turn.ledger
     for request in [found for found in ledger.requests.values() if found.session == session.id]:
         assert request.gen is not None
-        generation = ledger.generations[request.gen]
-        if generation.owner is not request:
-            admission.leave(turn, request, None)
-        elif not keep_tickets:
+        if ledger.generations[request.gen].owner is request:
             turn.detach(request)
+        else:
+            admission.leave(turn, request, None)
     ledger.flushes = [flush for flush in ledger.flushes if flush.session != session.id]
     ledger.drains = [drain for drain in ledger.drains if drain.session != session.id]
 

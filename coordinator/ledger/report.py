@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.ledger.state import Generation, Ledger, State
+from coordinator.ledger.state import Generation, Ledger, Request, State
 from shm_store.report import (
     GenerationReport,
     LeaseReport,
@@ -27,7 +27,14 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         ),
         filled_bytes=generation.filled_bytes,
         waiting=len(generation.askers),
+        filled_by=_filler_pid(ledger, generation),
     )
+
+
+def _filler_pid(ledger: Ledger, generation: Generation) -> int | None:
+    owner = generation.owner
+    session = ledger.sessions.get(owner.session) if isinstance(owner, Request) else None
+    return None if session is None else session.pid
 
 
 def pool_report(ledger: Ledger, name: str) -> PoolReport:

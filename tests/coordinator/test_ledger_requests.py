@@ -356,21 +356,6 @@ def test_a_builders_death_promotes_the_next_and_frees_its_bytes():
     assert world.ticket(2, second) is not None
 
 
-def test_a_builder_keeps_its_ticket_over_a_lost_connection():
-    """Rule 1: tickets end by ABORT or the process's end, not with the socket."""
-    world = World()
-    world.attach(1, 2)
-    first = world.build(1, "k")
-    gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
-    second = world.build(2, "k")
-    world.disconnect(1)
-    assert world.state(gen) is State.FILLING and world.ticket(2, second) is None
-    world.end(1)
-    assert world.state(gen) is State.FREEING and world.ticket(2, second) is not None
-
-
 def test_a_builder_that_ends_after_commit_has_done_its_work():
     world = World()
     world.attach(1, 2)

@@ -101,6 +101,24 @@ def test_a_pin_counts_against_what_could_ever_fit():
     assert world.leases(gen) == {1: lease}
 
 
+def test_a_refusal_names_who_came_first():
+    """What would fit waits behind what does not: without its name the refusal explains nothing."""
+    world = World(limit_bytes=300)
+    world.attach(1, 2)
+    world.have(1, "held", 200)
+    world.load(1, "large")
+    world.reserve(world.newest(), 200)
+    rid = world.load(2, "small", timeout_s=10.0)
+    world.reserve(world.newest(), 50)
+    world.wait_until(10.0)
+    answer = world.answer(2, rid)
+    assert isinstance(answer, Fail)
+    assert answer.cause.message == (
+        "'small' needs 50 B; pool 'ram' has 100 B free of 300 B; "
+        "'large' came first and waits for 200 B"
+    )
+
+
 def test_a_refusal_lists_who_holds_what():
     world = World(limit_bytes=300)
     world.attach(1, 2)

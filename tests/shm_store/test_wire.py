@@ -52,7 +52,9 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "done_bytes": st.integers(0, wire.SIZE_LIMIT_BYTES),
     "total_bytes": st.integers(0, wire.SIZE_LIMIT_BYTES),
 }
-SIZES = {wire.Reserve: st.integers(1, wire.SIZE_LIMIT_BYTES)}
+SIZES = {
+    wire.Reserve: st.integers(1, wire.SIZE_LIMIT_BYTES // 4096).map(lambda pages: 4096 * pages)
+}
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -196,7 +198,7 @@ OUT_OF_RANGE: list[tuple[str, wire.AnyMessage]] = [
         ("session", wire.Reserve(GEN, size_bytes=size))
         for size in (0, -1, ABSURD, 2**63, 2**64 - 1, -(2**63))
     ],
-    *[("loader", wire.Reserve(GEN, size_bytes=size)) for size in (0, -1, ABSURD)],
+    *[("loader", wire.Reserve(GEN, size_bytes=size)) for size in (0, -1, 4097, ABSURD)],
     *[("loader", wire.Progress(GEN, done_bytes=size, total_bytes=1)) for size in (-1, ABSURD)],
     *[("loader", wire.Progress(GEN, done_bytes=1, total_bytes=size)) for size in (-1, ABSURD)],
     *[("to_session", wire.Filling(RID, done_bytes=n, total_bytes=1)) for n in (-1, ABSURD)],
@@ -226,7 +228,7 @@ def test_a_field_out_of_its_range_is_refused(direction: str, message: wire.AnyMe
 
 
 IN_RANGE: list[wire.AnyMessage] = [
-    wire.Reserve(GEN, 1),
+    wire.Reserve(GEN, 4096),
     wire.Reserve(GEN, wire.SIZE_LIMIT_BYTES),
     acquire(timeout_s=0.0),
     acquire(timeout_s=wire.TIMEOUT_LIMIT_S),
