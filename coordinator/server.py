@@ -89,7 +89,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._allowed_uids = (os.geteuid(), 0)
         self._executor = Executor(loop, self, self.feed)
-        self.ledger = new_ledger(time.clock_gettime_ns(time.CLOCK_BOOTTIME), limit)
+        self.ledger = new_ledger(time.clock_gettime_ns(time.CLOCK_BOOTTIME), {"ram": limit})
         self.stopped: asyncio.Future[None] = loop.create_future()
         loop.add_reader(listener.fileno(), self._accept)
 

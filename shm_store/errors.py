@@ -264,6 +264,23 @@ class DrainIncomplete(ResourceError):
         self.holders = holders
 
 
+class InvalidateIncomplete(ResourceError):
+    """A key is retired, but some process has not said that it knows. `holders` says which."""
+
+    code = "invalidate_incomplete"
+    default_remedy = "see `weight-cache status`; a process that is stopped answers when it goes on"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        holders: tuple[GenerationReport, ...] = (),
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.holders = holders
+
+
 class FdsExhausted(ResourceError):
     """A file descriptor was lost, or could not be made, because this process has too many."""
 

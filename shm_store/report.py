@@ -15,6 +15,10 @@ class LeaseReport(msgspec.Struct, frozen=True):
     session: int
     pid: int
     age_s: float
+    copied_bytes: int = 0
+    """Pages of the map that the process has written to, by the last audit. Charged to it."""
+    asked: str = ""
+    """What it was asked to let go for: "room", "stale", or nothing."""
 
 
 class GenerationReport(msgspec.Struct, frozen=True):
@@ -32,6 +36,8 @@ class GenerationReport(msgspec.Struct, frozen=True):
     """Requests that wait for this generation."""
     filled_by: int | None = None
     """The pid of the worker that has its ticket; None when a loader has it, or nobody."""
+    private: bool = False
+    """Memory of the one process that leases it, outside of any segment."""
 
 
 class PoolReport(msgspec.Struct, frozen=True):

@@ -16,7 +16,15 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from shm_store.errors import ArgumentRefused, ProtocolViolation, WeightCacheError, rebuild
-from shm_store.keys import KEY_LIMIT_BYTES, Fingerprint, GenerationId, Key, LeaseId, RequestId
+from shm_store.keys import (
+    KEY_LIMIT_BYTES,
+    Fingerprint,
+    GenerationId,
+    Key,
+    LeaseId,
+    RequestId,
+    SessionId,
+)
 from shm_store.layout import PAGE_BYTES
 from shm_store.report import GenerationReport, StatusReport
 
@@ -97,13 +105,28 @@ class Acquire(Message, frozen=True):
 
     With `source`, the opened file travels as one fd and a loader fills the segment if nobody has
     it yet. With `source=None` the asker itself can build the weights, of version `version`.
-    `timeout_s` runs only while nothing progresses.
+    `timeout_s` runs only while nothing progresses. A `prefetch` waits behind every load and takes
+    nothing from anybody.
     """
 
     rid: RequestId
     key: AnyKey
     source: Name | None
     version: Version
+    timeout_s: TimeoutS
+    prefetch: bool = False
+
+
+class Charge(Message, frozen=True):
+    """Ask for room for private memory of this process. `key` is for people and never matched.
+
+    The GRANT that answers has no fd, and its lease is the charge: RELEASE ends it.
+    """
+
+    rid: RequestId
+    pool: Name
+    key: AnyKey
+    size_bytes: SizeBytes
     timeout_s: TimeoutS
 
 
@@ -138,6 +161,21 @@ class Release(Message, frozen=True):
 
     gen: GenerationId
     lease: LeaseId
+
+
+class Ack(Message, frozen=True):
+    """The answer to a REVOKE of a lease that goes on: it was heard, and something holds it."""
+
+    gen: GenerationId
+    lease: LeaseId
+
+
+class Invalidate(Message, frozen=True):
+    """Retire what `key` is now, everywhere. DONE once no process hands it out any more."""
+
+    rid: RequestId
+    key: AnyKey
+    timeout_s: TimeoutS
 
 
 class Flush(Message, frozen=True):
@@ -181,6 +219,29 @@ class Evict(Message, frozen=True):
     key: AnyKey | None = None
 
 
+class Limit(Message, frozen=True):
+    """Set the limit of a pool. Below what is in use, everything idle is asked for."""
+
+    rid: RequestId
+    pool: Name
+    limit_bytes: CountBytes
+
+
+class CopiedPages(msgspec.Struct, frozen=True, array_like=True):
+    """So many bytes of a leased map are pages of the process's own: it wrote to them."""
+
+    session: SessionId
+    gen: GenerationId
+    size_bytes: CountBytes
+
+
+class Copied(Message, frozen=True):
+    """What an audit has read in the kernel. Charges it; what an earlier one said is replaced."""
+
+    rid: RequestId
+    pages: tuple[CopiedPages, ...]
+
+
 class Drain(Message, frozen=True):
     """Take no new work, wait until nothing is held, then exit. Fails at the deadline."""
 
@@ -213,10 +274,23 @@ class Space(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """The final answer: a lease with id `rid` on `gen`, whose fd travels with this."""
+    """The final answer: a lease with id `rid` on `gen`. Its fd travels with this, if it has one."""
 
     rid: RequestId
     gen: GenerationId
+
+
+class Revoke(Message, frozen=True):
+    """Let this lease go when it is idle, because room is short.
+
+    With `stale` its generation is retired: hand it out no more. A lease that goes on for now is
+    answered ACK, one that ends RELEASE; another lease id means that a newer grant has overtaken
+    this.
+    """
+
+    gen: GenerationId
+    lease: LeaseId
+    stale: bool
 
 
 class Fail(Message, frozen=True):
@@ -273,13 +347,13 @@ class Fetch(Message, frozen=True):
     fingerprint: Fingerprint
 
 
-FromWorker = Acquire | Cancel | Reserve | Commit | Abort | Release | Flush
-FromOperator = Pin | Unpin | Evict | Drain | Status
+FromWorker = Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort
 FromSession = FromWorker | FromOperator
 """What a connection may say after its RESUME: operators load too, so the two are read as one."""
 
-ToSession = Ticket | Space | Grant | Fail | Filling | Flushed | Done | Report | Bye
+ToSession = Ticket | Space | Grant | Revoke | Fail | Filling | Flushed | Done | Report | Bye
 ToLoader = Fetch | Space
 
 AnyMessage = Resume | FromSession | FromLoader | ToSession | ToLoader

@@ -36,13 +36,18 @@ from coordinator.ledger.turn import Turn
 from shm_store.keys import SessionId
 from shm_store.wire import (
     Abort,
+    Ack,
     Acquire,
     Cancel,
+    Charge,
     Commit,
+    Copied,
     Drain,
     Evict,
     Flush,
     FromLoader,
+    Invalidate,
+    Limit,
     Pin,
     Progress,
     Release,
@@ -92,15 +97,19 @@ def _said(turn: Turn, event: Said) -> None:
     message = event.message
     if session is None:
         return
-    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release):
+    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release | Ack):
         if message.rid <= session.last_rid:
             return
         session.last_rid = message.rid
     match message:
         case Acquire():
             admission.acquire(turn, session.id, message, event.fingerprint)
+        case Charge():
+            admission.charge(turn, session.id, message)
         case Release():
             lifecycle.release(turn, session.id, message)
+        case Ack():
+            lifecycle.ack(turn, session.id, message)
         case Cancel():
             admission.cancel(turn, session.id, message)
         case Reserve() | Commit() | Abort():
@@ -113,6 +122,12 @@ def _said(turn: Turn, event: Said) -> None:
             operators.unpin(turn, session.id, rid, key)
         case Evict():
             operators.evict(turn, session.id, message)
+        case Invalidate():
+            operators.invalidate(turn, session.id, message)
+        case Limit():
+            operators.limit(turn, session.id, message)
+        case Copied():
+            operators.copied(turn, session.id, message)
         case Drain():
             operators.drain(turn, session.id, message)
         case Status(rid):
@@ -164,9 +179,10 @@ def _performed(
 def _settle(turn: Turn) -> None:
     """After every event: room for those who wait, and what waited for an end."""
     ledger = turn.ledger
-    for pool in ledger.pools.values():
-        if pool.queue:
-            admission.admit(turn, pool)
+    if ledger.parked or any(pool.short for pool in ledger.pools.values()):
+        admission.admit(turn)
     if ledger.flushes:
         operators.settle_flushes(turn)
+    if ledger.invalidations:
+        operators.settle_invalidations(turn)
     operators.settle_drain(turn)

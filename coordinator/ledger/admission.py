@@ -1,34 +1,35 @@
 """Who gets what: requests to generations, reservations to room.
 
-A key's ACQUIREs wait for its generation, a pool's RESERVEs wait for room. There is no lookup
-without a claim: `seat` grants, attaches, or opens in one step.
+A key's ACQUIREs wait for its generation, a pool's RESERVEs and CHARGEs wait for room. There is no
+lookup without a claim: `seat` grants, attaches, or opens in one step.
 """
 
 from __future__ import annotations
 
 from coordinator.ledger.events import Back, StartLoader
-from coordinator.ledger.eviction import victims
+from coordinator.ledger.eviction import lacking_bytes, revocable, victims
 from coordinator.ledger.report import generation_report
 from coordinator.ledger.state import (
     LOADER,
     RAM,
     Generation,
+    Ledger,
     Pool,
     Request,
     State,
 )
 from coordinator.ledger.turn import Turn
 from shm_store.errors import (
+    ArgumentRefused,
     BudgetExceeded,
     Cancelled,
     Draining,
-    KeyRefused,
     ResourceError,
     WeightCacheError,
 )
-from shm_store.keys import Fingerprint, SessionId, parse_key, version_fingerprint
+from shm_store.keys import Fingerprint, Key, SessionId, parse_key, version_fingerprint
 from shm_store.report import size_text
-from shm_store.wire import Acquire, Cancel, Reserve, Ticket
+from shm_store.wire import Acquire, Cancel, Charge, Reserve, Ticket
 
 OPEN_REQUESTS_LIMIT = 512
 """Of one session. No honest worker comes near; without a bound one peer slows down all others."""
@@ -39,20 +40,8 @@ DEATHS_LIMIT = 2
 
 def acquire(turn: Turn, session: SessionId, message: Acquire, source: Fingerprint) -> None:
     """Take an ACQUIRE from a session: grant, attach, or start a generation."""
-    if turn.ledger.draining:
-        turn.refuse(session, message.rid, _draining())
-        return
-    try:
-        key = parse_key(message.key)
-    except KeyRefused as error:
-        turn.refuse(session, message.rid, error)
-        return
-    if turn.ledger.open_requests(session) >= OPEN_REQUESTS_LIMIT:
-        flood = ResourceError(
-            f"this process has {OPEN_REQUESTS_LIMIT} open requests already",
-            remedy="wait for some of them",
-        )
-        turn.refuse(session, message.rid, flood)
+    key = _checked(turn, session, message)
+    if key is None:
         return
     built = message.source is None
     request = Request(
@@ -63,6 +52,7 @@ def acquire(turn: Turn, session: SessionId, message: Acquire, source: Fingerprin
         source=message.source,
         timeout_s=message.timeout_s,
         since_s=turn.now_s,
+        prefetch=message.prefetch,
     )
     running = turn.ledger.filling(key)
     if running is not None and running.fingerprint != request.fingerprint:
@@ -73,12 +63,31 @@ def acquire(turn: Turn, session: SessionId, message: Acquire, source: Fingerprin
     seat(turn, request, doomed=False, deaths=0)
 
 
+def _checked(turn: Turn, session: SessionId, message: Acquire | Charge) -> Key | None:
+    """Return the key of a request that may be taken, or refuse it."""
+    try:
+        if turn.ledger.draining:
+            raise _draining()
+        if turn.ledger.open_requests(session) >= OPEN_REQUESTS_LIMIT:
+            raise ResourceError(
+                f"this process has {OPEN_REQUESTS_LIMIT} open requests already",
+                remedy="wait for some of them",
+            )
+        return parse_key(message.key)
+    except WeightCacheError as error:
+        turn.refuse(session, message.rid, error)
+        return None
+
+
 def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generation:
     """Give `request` its place: a lease at once, or a generation to wait for."""
     ledger = turn.ledger
     ready = ledger.ready(request.key)
     if ready is not None and ready.fingerprint == request.fingerprint:
-        turn.grant(request, ready)
+        if _waits_for_room(ledger, ready, request.session):
+            turn.ask(request, ready)
+        else:
+            turn.grant(request, ready)
         return ready
     running = ledger.filling(request.key)
     if running is not None and running.fingerprint == request.fingerprint:
@@ -178,53 +187,207 @@ def settle_unasked(turn: Turn, generation: Generation) -> None:
 
 def reserve(turn: Turn, generation: Generation, message: Reserve) -> None:
     """Queue an owner's RESERVE. `admit` takes it from there."""
-    if generation.state is not State.OPEN or generation.queued_s is not None:
+    if generation.state is State.OPEN and generation.queued_s is None:
+        _queue(turn, generation, message.size_bytes)
+
+
+def charge(turn: Turn, session: SessionId, message: Charge) -> None:
+    """Queue a CHARGE, which brings its own size and needs no segment."""
+    key = _checked(turn, session, message)
+    if key is None:
         return
-    generation.size_bytes = message.size_bytes
+    if message.pool not in turn.ledger.pools:
+        unknown = ArgumentRefused(f"there is no pool {message.pool!r}")
+        turn.refuse(session, message.rid, unknown)
+        return
+    request = Request(
+        session=session,
+        rid=message.rid,
+        key=key,
+        fingerprint=Fingerprint(""),
+        source=None,
+        timeout_s=message.timeout_s,
+        since_s=turn.now_s,
+    )
+    generation = turn.open(request, pool=message.pool, private=True)
+    turn.ask(request, generation)
+    _queue(turn, generation, message.size_bytes)
+
+
+def _queue(turn: Turn, generation: Generation, size_bytes: int) -> None:
+    generation.size_bytes = size_bytes
     generation.queued_s = turn.now_s
     turn.ledger.pools[generation.pool].queue.append(generation)
 
 
-def admit(turn: Turn, pool: Pool) -> None:
-    """Give room to those who wait for it, first come first; make room for the first if it lacks.
+# --- room ---------------------------------------------------------------------------------------
 
-    A request larger than the limit less what is pinned is refused at once: it never could fit.
+
+def admit(turn: Turn) -> None:
+    """Give room to those who wait for it, and have room made for those who lack it.
+
+    First come first served in each pool, loads before prefetches. A request larger than the limit
+    less what is pinned is refused at once: it never could fit.
     """
     ledger = turn.ledger
-    possible_bytes = pool.limit_bytes - ledger.pinned_bytes(pool.name)
-    for generation in list(pool.queue):
-        if generation.size_bytes > possible_bytes:
-            abandon(turn, generation, no_room(turn, generation), died=False)
-    while pool.queue:
-        head = pool.queue[0]
-        if ledger.in_use_bytes(pool.name) + head.size_bytes <= pool.limit_bytes:
-            turn.unqueue(head)
-            turn.move(head, State.RESERVED)
-            turn.do(Back(head.id, head.size_bytes))
+    for pool in ledger.pools.values():
+        possible_bytes = pool.limit_bytes - ledger.pinned_bytes(pool.name) if pool.queue else 0
+        for generation in list(pool.queue):
+            if generation.size_bytes > possible_bytes:
+                abandon(turn, generation, no_room(turn, generation), died=False)
+    overtaken = True
+    while overtaken:
+        for pool in ledger.pools.values():
+            _admit_first(turn, pool)
+        # Whom that has asked for room decides who may overtake, in every pool.
+        overtaken = False
+        for pool in ledger.pools.values():
+            overtaken |= _admit_overtakers(turn, pool)
+    for generation in list(ledger.parked.values()):
+        for request in list(generation.askers.values()):
+            if not _waits_for_room(ledger, generation, request.session):
+                turn.grant(request, generation)
+
+
+def _admit_first(turn: Turn, pool: Pool) -> None:
+    """Admit those whose turn it is, and have room made for the first who lacks it."""
+    for generation in pool.waiting():
+        if not _fits(pool, generation):
+            _make_room(turn, pool, generation)
+            return
+        _take_in(turn, generation)
+    if pool.in_use_bytes > pool.limit_bytes:
+        _make_room(turn, pool, None)
+
+
+def _admit_overtakers(turn: Turn, pool: Pool) -> bool:
+    """Admit what fits behind a blocked head if that head may wait for it; say whether any was.
+
+    Sizes would deadlock otherwise: a head that waits for what a session holds, and that session for
+    its own small request behind the head.
+    """
+    ledger = turn.ledger
+    admitted = False
+    for generation in pool.waiting()[1:]:
+        if generation.prefetch or not _fits(pool, generation):
             continue
-        for victim in victims(ledger, pool.name, head.size_bytes):
-            turn.free(victim)
+        askers = generation.askers.values()
+        holds_up = any(
+            _holds_victim(ledger, other, asker.session)
+            for other in ledger.pools.values()
+            for asker in askers
+        )
+        if holds_up or _waits_for_itself(ledger, pool):
+            _take_in(turn, generation)
+            admitted = True
+    return admitted
+
+
+def _fits(pool: Pool, generation: Generation) -> bool:
+    return pool.in_use_bytes + generation.size_bytes <= pool.limit_bytes
+
+
+def _take_in(turn: Turn, generation: Generation) -> None:
+    """Charge `generation`. Its bytes come next, unless they are the process's own."""
+    turn.unqueue(generation)
+    if not generation.private:
+        turn.move(generation, State.RESERVED)
+        turn.do(Back(generation.id, generation.size_bytes))
         return
+    turn.move(generation, State.READY)
+    for request in list(generation.askers.values()):
+        turn.grant(request, generation)
+
+
+def _make_room(turn: Turn, pool: Pool, head: Generation | None) -> None:
+    """Let go of what is idle, then ask for what is leased. A prefetch asks nobody."""
+    ledger = turn.ledger
+    needed_bytes = 0 if head is None else head.size_bytes
+    for victim in victims(ledger, pool, lacking_bytes(ledger, pool, needed_bytes)):
+        let_go(turn, victim)
+    if head is not None and head.prefetch:
+        return
+    for generation in revocable(ledger, pool, lacking_bytes(ledger, pool, needed_bytes)):
+        for session in list(generation.leases):
+            turn.revoke(session, generation, "room")
+
+
+def let_go(turn: Turn, generation: Generation) -> None:
+    """Free what nobody leases. Those who waited for a head to have its room start over."""
+    requests = list(generation.askers.values())
+    for request in requests:
+        turn.detach(request)
+    turn.free(generation)
+    seat_again(turn, requests, doomed=False, deaths=0)
+
+
+def _blocked_head(pool: Pool) -> Generation | None:
+    """Return who waits for others to make room: a prefetch asks nobody."""
+    waiting = pool.waiting()
+    return waiting[0] if waiting and not waiting[0].prefetch else None
+
+
+def _holds_victim(ledger: Ledger, pool: Pool, session: SessionId) -> bool:
+    """Say whether the head of `pool` waits for something that `session` leases."""
+    if _blocked_head(pool) is None:
+        return False
+    leased = (ledger.generations[gen] for gen in ledger.sessions[session].leases)
+    return any(generation.pool == pool.name and generation.gives_way for generation in leased)
+
+
+def _waits_for_itself(ledger: Ledger, pool: Pool) -> bool:
+    """Say whether somebody who asked for the head of `pool` leases what it waits for."""
+    head = _blocked_head(pool)
+    return head is not None and any(
+        _holds_victim(ledger, pool, asker.session) for asker in head.askers.values()
+    )
+
+
+def _waits_for_room(ledger: Ledger, generation: Generation, session: SessionId) -> bool:
+    """Say whether a hit must wait: it would keep alive what a head waits for.
+
+    Else those who let go and ask again would starve the head.
+    """
+    pool = ledger.pools[generation.pool]
+    return (
+        generation.gives_way
+        and session not in generation.leases
+        and not ledger.pinned(generation)
+        and _blocked_head(pool) is not None
+        and not _waits_for_itself(ledger, pool)
+    )
 
 
 def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     """Return the refusal of a RESERVE, with everything that fills the pool."""
     ledger = turn.ledger
     pool = ledger.pools[generation.pool]
-    free_bytes = max(0, pool.limit_bytes - ledger.in_use_bytes(pool.name))
     holders = sorted(ledger.in_pool(pool.name), key=lambda holder: (-holder.size_bytes, holder.id))
     never = generation.size_bytes > pool.limit_bytes
-    first = pool.queue[0] if pool.queue else generation
+    first = (pool.waiting() or [generation])[0]
     behind = ""
     if first is not generation and not never:
         behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
     return BudgetExceeded(
         f"{generation.key!r} needs {size_text(generation.size_bytes)}; pool {pool.name!r} has "
-        f"{size_text(free_bytes)} free of {size_text(pool.limit_bytes)}{behind}",
+        f"{size_text(pool.free_bytes)} free of {size_text(pool.limit_bytes)}{behind}",
         remedy="raise --ram-budget" if never else None,
         needed_bytes=generation.size_bytes,
-        free_bytes=free_bytes,
+        free_bytes=pool.free_bytes,
         holders=tuple(generation_report(ledger, holder, turn.now_s) for holder in holders),
+    )
+
+
+def gave_way(turn: Turn, request: Request, generation: Generation) -> BudgetExceeded:
+    """Return the refusal of a hit whose bytes are to make room for others."""
+    pool = turn.ledger.pools[generation.pool]
+    first = _blocked_head(pool)
+    name = "others" if first is None else repr(first.key)
+    return BudgetExceeded(
+        f"{request.key!r} is to make room for {name} in pool {pool.name!r}, and is not gone yet",
+        needed_bytes=generation.size_bytes,
+        free_bytes=pool.free_bytes,
+        holders=(generation_report(turn.ledger, generation, turn.now_s),),
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from coordinator.ledger import admission
-from coordinator.ledger.operators import expire_drains
-from coordinator.ledger.state import Generation, Ledger, Request
+from coordinator.ledger.operators import expire_drains, expire_invalidations
+from coordinator.ledger.state import Generation, Lease, Ledger, Request, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import LoadTimeout, WeightCacheError
 
 UNASKED_FILL_S = 300.0
 """How long a fill that nobody waits for may stand still."""
+
+REVOKE_PATIENCE_S = 1.0
+"""How long the bytes of a lease that was asked for count as coming. A process may be stopped."""
 
 
 def next_deadline_s(ledger: Ledger) -> float | None:
@@ -18,6 +21,8 @@ def next_deadline_s(ledger: Ledger) -> float | None:
         *(_deadline_s(ledger, request) for request in ledger.requests.values()),
         *(_standstill_s(generation) for generation in ledger.running.values()),
         *(draining.deadline_s for draining in ledger.drains),
+        *(invalidating.deadline_s for invalidating in ledger.invalidations),
+        *(lease.asked_s + REVOKE_PATIENCE_S for lease in _unanswered(ledger)),
     ]
     return min((time for time in times if time is not None), default=None)
 
@@ -33,7 +38,23 @@ def expire(turn: Turn) -> None:
         standstill_s = _standstill_s(generation)
         if standstill_s is not None and standstill_s <= turn.now_s:
             turn.free(generation)
+    for lease in _unanswered(ledger):
+        if lease.asked_s + REVOKE_PATIENCE_S <= turn.now_s:
+            lease.answer = "overdue"
+    expire_invalidations(turn)
     expire_drains(turn)
+
+
+def _unanswered(ledger: Ledger) -> list[Lease]:
+    """Return the leases whose answer to a REVOKE somebody waits for, to have room."""
+    short = [pool.name for pool in ledger.pools.values() if pool.short]
+    return [
+        lease
+        for name in short
+        for generation in ledger.in_pool(name)
+        for lease in generation.leases.values()
+        if lease.asked and not lease.answer
+    ]
 
 
 def _deadline_s(ledger: Ledger, request: Request) -> float | None:
@@ -58,6 +79,8 @@ def _too_late(turn: Turn, request: Request) -> WeightCacheError:
     generation = turn.ledger.generations[request.gen]
     if generation.queued_s is not None:
         return admission.no_room(turn, generation)
+    if generation.state is State.READY:
+        return admission.gave_way(turn, request, generation)
     return LoadTimeout(
         f"{request.key!r} was not ready within {request.timeout_s:g} s: generation "
         f"{generation.id} is {generation.state.value}"

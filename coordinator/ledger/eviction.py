@@ -1,12 +1,14 @@
 """Which bytes go when room is needed. Decides only; `turn` acts.
 
 The order: retained generations, least recently leased first; then fills that nobody waits for any
-more. Never a pinned or a leased one: evicting what somebody still maps frees nothing.
+more; then, by asking their holders, what is leased. Never a pinned one. Evicting what somebody
+still maps frees nothing, so what was asked for counts as coming only until a holder says that it
+keeps it, or says nothing in time.
 """
 
 from __future__ import annotations
 
-from coordinator.ledger.state import Generation, Ledger, State
+from coordinator.ledger.state import Generation, Ledger, Pool, State
 
 
 def retained(ledger: Ledger, pool: str) -> list[Generation]:
@@ -14,28 +16,59 @@ def retained(ledger: Ledger, pool: str) -> list[Generation]:
     idle = [
         generation
         for generation in ledger.in_pool(pool)
-        if generation.retained and generation.key not in ledger.pins
+        if generation.retained and not ledger.pinned(generation)
     ]
     return sorted(idle, key=lambda generation: (generation.idle_s, generation.id))
 
 
-def victims(ledger: Ledger, pool: str, needed_bytes: int) -> list[Generation]:
-    """Return what must go so that `needed_bytes` become free in `pool`.
+def lacking_bytes(ledger: Ledger, pool: Pool, needed_bytes: int) -> int:
+    """Return how many more bytes must be let go of until `needed_bytes` become free in `pool`.
 
-    What is FREEING already counts as room that is coming, or too much would go. If everything that
-    may go is too little, returns all of it: the request waits for more.
+    What is coming counts, or too much would go.
     """
-    coming = ledger.pools[pool].limit_bytes - ledger.in_use_bytes(pool)
-    coming += sum(
-        generation.size_bytes
-        for generation in ledger.in_pool(pool)
-        if generation.state is State.FREEING
+    coming = sum(g.size_bytes for g in ledger.in_pool(pool.name) if g.coming)
+    return pool.in_use_bytes + needed_bytes - pool.limit_bytes - coming
+
+
+def victims(ledger: Ledger, pool: Pool, lacking: int) -> list[Generation]:
+    """Return what must go now so that `lacking` bytes become free in `pool`.
+
+    If everything that may go is too little, returns all of it: the request waits for more.
+    """
+    unasked = [generation for generation in ledger.in_pool(pool.name) if generation.unasked_fill]
+    return _enough([*retained(ledger, pool.name), *unasked], lacking)
+
+
+def revocable(ledger: Ledger, pool: Pool, lacking: int) -> list[Generation]:
+    """Return what to ask the holders for so that `lacking` bytes become free in `pool`.
+
+    Fewest holders first, as each of them has to load it again; then what was granted longest ago.
+    Nothing that a holder has refused: while one keeps it, what the others let go of frees nothing.
+    """
+    leased = [
+        generation
+        for generation in ledger.in_pool(pool.name)
+        if generation.state is State.READY
+        and generation.leases
+        and not generation.coming
+        and not any(lease.answer for lease in generation.leases.values())
+        and not ledger.pinned(generation)
+    ]
+    leased.sort(
+        key=lambda generation: (
+            len(generation.leases),
+            max(lease.since_s for lease in generation.leases.values()),
+            generation.id,
+        )
     )
-    unasked = [generation for generation in ledger.in_pool(pool) if generation.unasked_fill]
+    return _enough(leased, lacking)
+
+
+def _enough(candidates: list[Generation], lacking: int) -> list[Generation]:
     chosen = []
-    for generation in [*retained(ledger, pool), *unasked]:
-        if coming >= needed_bytes:
+    for generation in candidates:
+        if lacking <= 0:
             break
         chosen.append(generation)
-        coming += generation.size_bytes
+        lacking -= generation.size_bytes
     return chosen

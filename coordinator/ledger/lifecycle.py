@@ -8,7 +8,7 @@ from coordinator.ledger.state import LEASABLE, LOADER, Generation, Request, Sess
 from coordinator.ledger.turn import Turn
 from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
 from shm_store.keys import GenerationId, SessionId
-from shm_store.wire import Abort, Filling, Progress, Release, Space
+from shm_store.wire import Abort, Ack, Filling, Progress, Release, Space
 
 # --- fills --------------------------------------------------------------------------------------
 
@@ -127,11 +127,26 @@ def _owner_died(turn: Turn, generation: Generation, reason: str) -> None:
 
 
 def retire(turn: Turn, generation: Generation) -> None:
-    """A successor is here: never handed out again, still counted while leased."""
-    if generation.leases:
-        turn.move(generation, State.RETIRED)
-    else:
+    """Never handed out again, still counted while leased, and its holders are told.
+
+    Those who wait for it get it: they asked before.
+    """
+    for request in list(generation.askers.values()):
+        turn.grant(request, generation)
+    if not generation.leases:
         turn.free(generation)
+        return
+    turn.move(generation, State.RETIRED)
+    for session in list(generation.leases):
+        turn.revoke(session, generation, "stale")
+
+
+def ack(turn: Turn, session: SessionId, message: Ack) -> None:
+    """A holder has heard a REVOKE, and something of its own keeps the lease."""
+    generation = turn.ledger.generations.get(message.gen)
+    lease = None if generation is None else generation.leases.get(session)
+    if lease is not None and lease.id == message.lease and lease.asked:
+        lease.answer = "kept"
 
 
 def release(turn: Turn, session: SessionId, message: Release) -> None:
@@ -204,6 +219,9 @@ def _drop_waiting(turn: Turn, session: Session) -> None:
             admission.leave(turn, request, None)
     ledger.flushes = [flush for flush in ledger.flushes if flush.session != session.id]
     ledger.drains = [drain for drain in ledger.drains if drain.session != session.id]
+    ledger.invalidations = [
+        waiting for waiting in ledger.invalidations if waiting.session != session.id
+    ]
 
 
 def owned(turn: Turn, sender: SessionId | None, gen: GenerationId) -> Generation | None:

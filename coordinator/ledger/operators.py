@@ -1,17 +1,24 @@
-"""What operators ask for: pin, unpin, evict, drain, flush."""
+"""What is asked of the whole: pin, unpin, evict, invalidate, limit, copied, drain, flush."""
 
 from __future__ import annotations
 
-from coordinator.ledger import admission
+from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Exit
 from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report
-from coordinator.ledger.state import LOADER, Draining, Flushing, State
+from coordinator.ledger.state import LOADER, Draining, Flushing, Invalidating, Ledger, State
 from coordinator.ledger.turn import Turn
-from shm_store.errors import ArgumentRefused, DrainIncomplete, InUse, KeyRefused, ResourceError
+from shm_store.errors import (
+    ArgumentRefused,
+    DrainIncomplete,
+    InUse,
+    InvalidateIncomplete,
+    KeyRefused,
+    ResourceError,
+)
 from shm_store.errors import Draining as DrainingError
-from shm_store.keys import Key, RequestId, SessionId, parse_key
-from shm_store.wire import Done, Drain, Evict, Flushed
+from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
+from shm_store.wire import Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
 
 PINS_LIMIT = 4096
 
@@ -67,8 +74,70 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
             turn.refuse(session, message.rid, refusal)
             return
     for generation in idle:
-        turn.free(generation)
+        admission.let_go(turn, generation)
     turn.send(session, Done(message.rid, tuple(generation.key for generation in idle)))
+
+
+def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
+    """Retire what there is of a key, pinned or not, and doom what is being filled."""
+    ledger = turn.ledger
+    try:
+        key = parse_key(message.key)
+    except KeyRefused as error:
+        turn.refuse(session, message.rid, error)
+        return
+    running = ledger.filling(key)
+    if running is not None:
+        running.doomed = True
+        admission.settle_unasked(turn, running)
+    ready = ledger.ready(key)
+    if ready is not None:
+        lifecycle.retire(turn, ready)
+    retired = [g.id for g in ledger.by_key.get(key, ()) if g.state is State.RETIRED]
+    deadline_s = turn.now_s + message.timeout_s
+    ledger.invalidations.append(Invalidating(session, message.rid, key, retired, deadline_s))
+
+
+def settle_invalidations(turn: Turn) -> None:
+    """Answer those whose holders have all heard of it, or have ended."""
+    waiting = []
+    for invalidating in turn.ledger.invalidations:
+        invalidating.retired = [
+            gen for gen in invalidating.retired if _handed_out(turn.ledger, gen)
+        ]
+        if invalidating.retired:
+            waiting.append(invalidating)
+        else:
+            turn.send(invalidating.session, Done(invalidating.rid, (invalidating.key,)))
+    turn.ledger.invalidations = waiting
+
+
+def _handed_out(ledger: Ledger, gen: GenerationId) -> bool:
+    """Say whether some process may not know yet that this generation is retired."""
+    generation = ledger.generations.get(gen)
+    return generation is not None and any(
+        lease.answer != "kept" for lease in generation.leases.values()
+    )
+
+
+def limit(turn: Turn, session: SessionId, message: Limit) -> None:
+    """Set a pool's limit. What is above it goes as soon as it is idle; nothing is taken away."""
+    pool = turn.ledger.pools.get(message.pool)
+    if pool is None:
+        turn.refuse(session, message.rid, ArgumentRefused(f"there is no pool {message.pool!r}"))
+        return
+    pool.limit_bytes = message.limit_bytes
+    turn.send(session, Done(message.rid))
+
+
+def copied(turn: Turn, session: SessionId, message: Copied) -> None:
+    """Charge the pages that processes have written to in their maps, as an audit saw them."""
+    for pages in message.pages:
+        generation = turn.ledger.generations.get(pages.gen)
+        lease = None if generation is None else generation.leases.get(pages.session)
+        if generation is not None and lease is not None and not generation.private:
+            turn.copied(generation, lease, pages.size_bytes)
+    turn.send(session, Done(message.rid))
 
 
 def flush(turn: Turn, session: SessionId, rid: RequestId) -> None:
@@ -100,10 +169,13 @@ def drain(turn: Turn, session: SessionId, message: Drain) -> None:
     if ledger.draining:
         return
     ledger.draining = True
+    for generation in list(ledger.parked.values()):
+        for request in list(generation.askers.values()):
+            turn.fail(request, _draining())
     for generation in list(ledger.running.values()):
         if generation.sealing:
             continue
-        refusal = DrainingError("the coordinator is draining")
+        refusal = _draining()
         if generation.owner == LOADER or generation.state is State.OPEN:
             admission.abandon(turn, generation, refusal, died=False)
             continue
@@ -119,14 +191,34 @@ def settle_drain(turn: Turn) -> None:
     if not ledger.draining:
         return
     for generation in list(ledger.generations.values()):
-        if generation.retained:
-            turn.free(generation)
+        if generation.state is State.READY and not generation.private:
+            lifecycle.retire(turn, generation)
+        elif generation.private:
+            for holder in list(generation.leases):
+                turn.revoke(holder, generation, "stale")
     if ledger.generations:
         return
     for draining in ledger.drains:
         turn.send(draining.session, Done(draining.rid))
     ledger.drains = []
     turn.do(Exit())
+
+
+def _draining() -> DrainingError:
+    return DrainingError("the coordinator is draining")
+
+
+def expire_invalidations(turn: Turn) -> None:
+    """Fail those whose deadline has come, with who has not answered. What is retired stays so."""
+    ledger = turn.ledger
+    for late in [found for found in ledger.invalidations if found.deadline_s <= turn.now_s]:
+        ledger.invalidations.remove(late)
+        left = [ledger.generations[gen] for gen in late.retired if _handed_out(ledger, gen)]
+        error = InvalidateIncomplete(
+            f"{late.key!r} is retired, but not every process has said that it knows",
+            holders=tuple(generation_report(ledger, g, turn.now_s) for g in left),
+        )
+        turn.refuse(late.session, late.rid, error)
 
 
 def expire_drains(turn: Turn) -> None:

@@ -20,14 +20,21 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         state=generation.state.value,
         size_bytes=generation.charged_bytes,
         pool=generation.pool,
-        pinned=generation.state is State.READY and generation.key in ledger.pins,
+        pinned=ledger.pinned(generation),
         leases=tuple(
-            LeaseReport(session, ledger.sessions[session].pid, round(now_s - lease.since_s, 3))
+            LeaseReport(
+                session,
+                ledger.sessions[session].pid,
+                round(now_s - lease.since_s, 3),
+                lease.copied_bytes,
+                lease.asked,
+            )
             for session, lease in generation.leases.items()
         ),
         filled_bytes=generation.filled_bytes,
         waiting=len(generation.askers),
         filled_by=_filler_pid(ledger, generation),
+        private=generation.private,
     )
 
 
@@ -39,9 +46,10 @@ def _filler_pid(ledger: Ledger, generation: Generation) -> int | None:
 
 def pool_report(ledger: Ledger, name: str) -> PoolReport:
     """Return what fills a pool, by kind."""
-    sums = dict.fromkeys(("leased", "retained", "filling", "retired", "freeing"), 0)
+    sums = dict.fromkeys(("leased", "retained", "filling", "retired", "private", "freeing"), 0)
     for generation in ledger.in_pool(name):
         sums[_kind(generation)] += generation.size_bytes
+        sums["private"] += sum(lease.copied_bytes for lease in generation.leases.values())
     return PoolReport(
         name=name,
         limit_bytes=ledger.pools[name].limit_bytes,
@@ -50,7 +58,7 @@ def pool_report(ledger: Ledger, name: str) -> PoolReport:
         retained_bytes=sums["retained"],
         filling_bytes=sums["filling"],
         retired_bytes=sums["retired"],
-        private_bytes=0,
+        private_bytes=sums["private"],
         freeing_bytes=sums["freeing"],
     )
 
@@ -85,6 +93,8 @@ def status_report(ledger: Ledger, now_s: float) -> StatusReport:
 
 def _kind(generation: Generation) -> str:
     match generation.state:
+        case State.READY if generation.private:
+            return "private"
         case State.READY:
             return "leased" if generation.leases else "retained"
         case State.RETIRED:

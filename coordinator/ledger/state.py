@@ -2,7 +2,8 @@
 
 `Ledger.generations`, `sessions` and `requests` are the truth. `by_key`, `running` and a
 generation's `askers` are indexes over them, kept so that a hit costs the same with ten thousand
-keys; the invariants check that they say nothing else.
+keys; the invariants check that they say nothing else. `parked` are the READY ones that are to make
+room and have askers.
 """
 
 from __future__ import annotations
@@ -29,19 +30,24 @@ class State(enum.Enum):
 
 
 TRANSITIONS: dict[State, tuple[State, ...]] = {
-    State.OPEN: (State.RESERVED,),
+    State.OPEN: (State.RESERVED, State.READY),
     State.RESERVED: (State.FILLING, State.FREEING),
     State.FILLING: (State.READY, State.RETIRED, State.FREEING),
     State.READY: (State.RETIRED, State.FREEING),
     State.RETIRED: (State.FREEING,),
     State.FREEING: (),
 }
-"""Every move there is. OPEN and FREEING may also leave the table."""
+"""Every move there is. OPEN, FREEING and private READY may also leave the table.
+
+Only a private generation goes from OPEN to READY: its bytes are the process's own.
+"""
 
 RUNNING = (State.OPEN, State.RESERVED, State.FILLING)
 LEASABLE = (State.READY, State.RETIRED)
 
 LOADER: Literal["loader"] = "loader"
+
+Asked = Literal["", "room", "stale"]
 
 
 @dataclass(slots=True)
@@ -58,17 +64,28 @@ class Session:
     leases: dict[GenerationId, Lease] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """One process may have the bytes of one generation mapped."""
+    """One process may have the bytes of one generation mapped.
+
+    Attributes:
+        asked: what its holder was sent: nothing, REVOKE to make room, or REVOKE because stale.
+        asked_s: when.
+        answer: that something still holds it, or none in time.
+        copied_bytes: pages of the map that the process has written to, by the last audit.
+    """
 
     id: LeaseId
     since_s: float
+    asked: Asked = ""
+    asked_s: float = 0.0
+    answer: Literal["", "kept", "overdue"] = ""
+    copied_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """An open ACQUIRE. It belongs to one generation and gets its one answer from it."""
+    """An open ACQUIRE or CHARGE. It belongs to one generation and gets its one answer from it."""
 
     session: SessionId
     rid: RequestId
@@ -77,6 +94,7 @@ class Request:
     source: str | None
     timeout_s: float
     since_s: float
+    prefetch: bool = False
     gen: GenerationId | None = None
 
     @property
@@ -89,6 +107,7 @@ class Generation:
     """One life of a key's weights.
 
     Attributes:
+        private: a CHARGE: memory of one process, never matched by key, with no segment.
         owner: who has the ticket: the request of a worker that builds, the loader, or nobody.
         doomed: will be RETIRED, not READY, when it is committed; takes no new asker.
         sealing: COMMIT came and the executor is at it, so the owner may end.
@@ -104,6 +123,7 @@ class Generation:
     fingerprint: Fingerprint
     pool: str
     owner: Request | Literal["loader"] | None
+    private: bool = False
     state: State = State.OPEN
     doomed: bool = False
     sealing: bool = False
@@ -126,6 +146,27 @@ class Generation:
         return self.state is State.READY and not self.leases
 
     @property
+    def prefetch(self) -> bool:
+        """Nobody waits for it but prefetches."""
+        return bool(self.askers) and all(asker.prefetch for asker in self.askers.values())
+
+    @property
+    def coming(self) -> bool:
+        """Its bytes are on their way back: all who have them were asked, and none has refused."""
+        if self.state is State.FREEING:
+            return True
+        return bool(self.leases) and all(
+            lease.asked and not lease.answer for lease in self.leases.values()
+        )
+
+    @property
+    def gives_way(self) -> bool:
+        """Somebody was asked to let it go, to make room."""
+        return self.state is State.READY and any(
+            lease.asked == "room" for lease in self.leases.values()
+        )
+
+    @property
     def unasked_fill(self) -> bool:
         """A loader fills it and everybody who asked has gone."""
         return (
@@ -138,11 +179,29 @@ class Generation:
 
 @dataclass(slots=True)
 class Pool:
-    """A budget, and the generations whose RESERVE waits for room in it, first come first."""
+    """A budget, and the generations that wait for room in it, first come first.
+
+    `in_use_bytes` is charged from RESERVED until freed, shared bytes once, and is the sum over the
+    table; `turn` keeps it, the invariants compare.
+    """
 
     name: str
     limit_bytes: int
+    in_use_bytes: int = 0
     queue: list[Generation] = field(default_factory=list)
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.in_use_bytes)
+
+    @property
+    def short(self) -> bool:
+        """Somebody waits for room, or the limit was lowered below what is in use."""
+        return bool(self.queue) or self.in_use_bytes > self.limit_bytes
+
+    def waiting(self) -> list[Generation]:
+        """Return those who wait, loads before prefetches, each first come first."""
+        return sorted(self.queue, key=lambda generation: generation.prefetch)
 
 
 @dataclass(slots=True)
@@ -152,6 +211,17 @@ class Flushing:
     session: SessionId
     rid: RequestId
     freeing: list[GenerationId]
+
+
+@dataclass(slots=True)
+class Invalidating:
+    """An INVALIDATE that waits until the holders of these generations have heard of it."""
+
+    session: SessionId
+    rid: RequestId
+    key: Key
+    retired: list[GenerationId]
+    deadline_s: float
 
 
 @dataclass(slots=True)
@@ -176,7 +246,9 @@ class Ledger:
     by_key: dict[Key, list[Generation]] = field(default_factory=dict)
     running: dict[GenerationId, Generation] = field(default_factory=dict)
     pins: dict[Key, None] = field(default_factory=dict)
+    parked: dict[GenerationId, Generation] = field(default_factory=dict)
     flushes: list[Flushing] = field(default_factory=list)
+    invalidations: list[Invalidating] = field(default_factory=list)
     drains: list[Draining] = field(default_factory=list)
     draining: bool = False
 
@@ -202,16 +274,18 @@ class Ledger:
             if generation.pool == pool and generation.state is not State.OPEN
         )
 
-    def in_use_bytes(self, pool: str) -> int:
-        """Return the bytes charged to `pool`: from RESERVED until freed, shared ones once."""
-        return sum(generation.size_bytes for generation in self.in_pool(pool))
+    def pinned(self, generation: Generation) -> bool:
+        """Say whether no eviction may take `generation`: the READY weights of a pinned key."""
+        return (
+            generation.state is State.READY
+            and not generation.private
+            and generation.key in self.pins
+        )
 
     def pinned_bytes(self, pool: str) -> int:
         """Return the bytes of `pool` that no eviction may ever take."""
         return sum(
-            generation.size_bytes
-            for generation in self.in_pool(pool)
-            if generation.state is State.READY and generation.key in self.pins
+            generation.size_bytes for generation in self.in_pool(pool) if self.pinned(generation)
         )
 
     def open_requests(self, session: SessionId) -> int:
@@ -227,11 +301,12 @@ class Ledger:
         ]
 
 
-def new_ledger(start_ns: int, ram_limit_bytes: int) -> Ledger:
+def new_ledger(start_ns: int, limits_bytes: dict[str, int]) -> Ledger:
     """Return the ledger of a coordinator that has just started.
 
     Args:
         start_ns: nanoseconds on the boot clock; the first half of every generation id.
-        ram_limit_bytes: the budget of the pool `ram`.
+        limits_bytes: the budget of each pool; `ram` is one.
     """
-    return Ledger(start_ns=start_ns, pools={RAM: Pool(RAM, ram_limit_bytes)})
+    pools = {name: Pool(name, limit_bytes) for name, limit_bytes in limits_bytes.items()}
+    return Ledger(start_ns=start_ns, pools=pools)

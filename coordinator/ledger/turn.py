@@ -1,7 +1,8 @@
 """One event's turn: the only hands that change the ledger, and the effects they leave.
 
 Every change of a generation's state goes through `move`, `free` or `remove`, every lease through
-`grant` and `end_lease`, every final answer through `answer`. The rest of the ledger decides.
+`grant`, `revoke` and `end_lease`, every charge through `_charge`, every final answer through
+`answer`. The rest of the ledger decides.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from coordinator.ledger.state import (
     LOADER,
     RUNNING,
     TRANSITIONS,
+    Asked,
     Generation,
     Lease,
     Ledger,
@@ -19,7 +21,7 @@ from coordinator.ledger.state import (
 )
 from shm_store.errors import WeightCacheError
 from shm_store.keys import GenerationId, LeaseId, RequestId, SessionId, generation_id
-from shm_store.wire import Cause, Fail, Grant, ToSession
+from shm_store.wire import Cause, Fail, Grant, Revoke, ToSession
 
 
 class Turn:
@@ -52,12 +54,17 @@ class Turn:
         request.gen = generation.id
         self.ledger.requests[request.id] = request
         generation.askers[request.id] = request
+        if generation.state is State.READY:
+            self.ledger.parked[generation.id] = generation
 
     def detach(self, request: Request) -> None:
         """Take `request` from its generation, to be answered or asked anew."""
         if request.gen is None:
             return
-        del self.ledger.generations[request.gen].askers[request.id]
+        generation = self.ledger.generations[request.gen]
+        del generation.askers[request.id]
+        if not generation.askers:
+            self.ledger.parked.pop(generation.id, None)
         del self.ledger.requests[request.id]
         request.gen = None
 
@@ -75,23 +82,53 @@ class Turn:
     def grant(self, request: Request, generation: Generation) -> None:
         """Answer with a lease. It replaces the one this session has on the generation."""
         lease = Lease(LeaseId(request.rid), self.now_s)
+        previous = generation.leases.get(request.session)
+        if previous is not None:
+            lease.copied_bytes = previous.copied_bytes
         generation.leases[request.session] = lease
         self.ledger.sessions[request.session].leases[generation.id] = lease
-        self.answer(request, Grant(request.rid, generation.id), generation.id)
+        segment = None if generation.private else generation.id
+        self.answer(request, Grant(request.rid, generation.id), segment)
+        if generation.state is State.RETIRED:
+            self.revoke(request.session, generation, "stale")
+
+    def revoke(self, session: SessionId, generation: Generation, asked: Asked) -> None:
+        """Ask a holder to let go. Once for each reason; what is stale stays stale."""
+        lease = generation.leases[session]
+        if lease.asked in (asked, "stale"):
+            return
+        lease.asked, lease.asked_s, lease.answer = asked, self.now_s, ""
+        self.send(session, Revoke(generation.id, lease.id, asked == "stale"))
+
+    def copied(self, generation: Generation, lease: Lease, size_bytes: int) -> None:
+        """Charge the pages that a holder has written to, instead of what was known before."""
+        self._charge(generation, size_bytes - lease.copied_bytes)
+        lease.copied_bytes = size_bytes
 
     def end_lease(self, session: SessionId, generation: Generation) -> None:
         """The process has unmapped the bytes, or is gone."""
+        self.copied(generation, generation.leases[session], 0)
         del generation.leases[session]
         del self.ledger.sessions[session].leases[generation.id]
         if generation.leases:
             return
         generation.idle_s = self.now_s
-        if generation.state is State.RETIRED:
+        if generation.private:
+            self.remove(generation)
+        elif generation.state is State.RETIRED:
             self.free(generation)
 
     # --- generations ----------------------------------------------------------------------------
 
-    def open(self, first: Request, *, doomed: bool, deaths: int, pool: str) -> Generation:
+    def open(
+        self,
+        first: Request,
+        *,
+        pool: str,
+        doomed: bool = False,
+        deaths: int = 0,
+        private: bool = False,
+    ) -> Generation:
         """Put a new generation on the table. Its owner is the loader, or `first` itself."""
         ledger = self.ledger
         ledger.counter += 1
@@ -101,12 +138,14 @@ class Turn:
             fingerprint=first.fingerprint,
             pool=pool,
             owner=first if first.source is None else LOADER,
+            private=private,
             doomed=doomed,
             deaths=deaths,
             progressed_s=self.now_s,
         )
         ledger.generations[generation.id] = generation
-        ledger.by_key.setdefault(generation.key, []).append(generation)
+        if not private:
+            ledger.by_key.setdefault(generation.key, []).append(generation)
         ledger.running[generation.id] = generation
         return generation
 
@@ -114,6 +153,8 @@ class Turn:
         """Change the state. Only moves in the table are allowed."""
         if state not in TRANSITIONS[generation.state]:
             raise AssertionError(f"{generation.id}: {generation.state} -> {state}")
+        if generation.state is State.OPEN:
+            self._charge(generation, generation.size_bytes)
         generation.state = state
         if state not in RUNNING:
             generation.owner = None
@@ -137,14 +178,21 @@ class Turn:
         self.do(Free(generation.id))
 
     def remove(self, generation: Generation) -> None:
-        """Take a generation off the table: FREED, or never charged."""
+        """Take a generation off the table: FREED, private and ended, or never charged."""
         ledger = self.ledger
+        if generation.state is not State.OPEN:
+            self._charge(generation, -generation.size_bytes)
         del ledger.generations[generation.id]
         ledger.running.pop(generation.id, None)
+        if generation.private:
+            return
         siblings = ledger.by_key[generation.key]
         siblings.remove(generation)
         if not siblings:
             del ledger.by_key[generation.key]
+
+    def _charge(self, generation: Generation, size_bytes: int) -> None:
+        self.ledger.pools[generation.pool].in_use_bytes += size_bytes
 
     def unqueue(self, generation: Generation) -> None:
         """Take a generation out of the queue for room, if it is in there."""

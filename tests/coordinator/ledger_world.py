@@ -37,7 +37,7 @@ class World:
     """Drives a ledger by hand. `log` keeps every effect, `now_s` is whatever the test says."""
 
     def __init__(self, limit_bytes: int = 1000, start_ns: int = 1) -> None:
-        self.ledger = new_ledger(start_ns, limit_bytes)
+        self.ledger = new_ledger(start_ns, {RAM: limit_bytes})
         self.now_s = 0.0
         self.log: list[Effect] = []
         self.rids: dict[int, int] = {}

@@ -104,9 +104,9 @@ def test_a_pin_counts_against_what_could_ever_fit():
 def test_a_refusal_names_who_came_first():
     """What would fit waits behind what does not: without its name the refusal explains nothing."""
     world = World(limit_bytes=300)
-    world.attach(1, 2)
+    world.attach(1, 2, 3)
     world.have(1, "held", 200)
-    world.load(1, "large")
+    world.load(3, "large")
     world.reserve(world.newest(), 200)
     rid = world.load(2, "small", timeout_s=10.0)
     world.reserve(world.newest(), 50)

@@ -50,10 +50,15 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "timeout_s": st.floats(0, wire.TIMEOUT_LIMIT_S),
     "age_s": st.floats(allow_nan=False),
     "done_bytes": st.integers(0, wire.SIZE_LIMIT_BYTES),
+    "limit_bytes": st.integers(0, wire.SIZE_LIMIT_BYTES),
+    "pool": st.text(max_size=4096),
     "total_bytes": st.integers(0, wire.SIZE_LIMIT_BYTES),
 }
+PAGES = st.integers(1, wire.SIZE_LIMIT_BYTES // 4096).map(lambda pages: 4096 * pages)
 SIZES = {
-    wire.Reserve: st.integers(1, wire.SIZE_LIMIT_BYTES // 4096).map(lambda pages: 4096 * pages)
+    wire.Reserve: PAGES,
+    wire.Charge: PAGES,
+    wire.CopiedPages: st.integers(0, wire.SIZE_LIMIT_BYTES),
 }
 
 
