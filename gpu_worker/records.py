@@ -1,16 +1,17 @@
 """What one worker keeps for its keys: records, and who may use them. Pure.
 
 No I/O, no clock, no torch, no threads: the worker holds its one lock around every call. A record's
-module is opaque here. Methods that let go of modules return them, so that the worker drops them
-after its lock is free: dropping one runs destructors.
+module is opaque here. Methods that let go of records return them, so that the worker drops their
+modules, and tells of it, after its lock is free: both run other people's code.
 
 Rules
 - Lookup and claim are one step: `claim` and `adopt` find the record and put the claim on it.
 - Claims and locks have ids of their own, chosen by who asks and never used twice. Ending one that
   never came to be, or has ended, changes nothing. So a caller may end what it cannot know to exist.
 - Everything is matched by identity. A key only leads to the record that is handed out at present.
-- A stale record is one that no key leads to any more. It is never handed out again, and evicted,
-  once, when its last claim and its last lock have ended; an idle one at once.
+- A stale record is one that no key leads to any more. It is never handed out again.
+- A record that is to go has a cause. It is evicted, once, when its last claim and its last lock
+  have ended; an idle one at once. One that goes to make room is handed out until then.
 - Each change is one dict operation, so that an exception from outside (KeyboardInterrupt) finds
   every record whole.
 """
@@ -28,6 +29,13 @@ ClaimId = NewType("ClaimId", int)
 LockId = NewType("LockId", int)
 
 Module = TypeVar("Module")
+
+EvictCause = Literal["evicted", "replaced", "invalidated", "room", "unused", "shutdown"]
+"""Why a record goes: `evict`, newer weights of its key, retired everywhere, asked for by the
+coordinator, `idle_timeout`, or `shutdown`."""
+
+Asked = Literal["", "room", "stale"]
+"""What the coordinator has asked of a generation: nothing, its room, or never to hand it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +58,19 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Record(Generic[Module]):
-    """The module of one generation in this worker."""
+    """The module of one generation in this worker.
+
+    Attributes:
+        going: why it is evicted once it is idle; None while it is to stay.
+        used_s: when its last use ended, on the clock of the caller.
+    """
 
     key: Key
     generation: GenerationId
     origin: Origin
     module: Module
+    going: EvictCause | None = None
+    used_s: float = 0.0
 
 
 class Records(Generic[Module]):
@@ -82,32 +97,47 @@ class Records(Generic[Module]):
     ) -> Record[Module] | None:
         """Put `claim` on the record of `key` if it is of `generation`, whatever was asked before.
 
-        The same bytes can be asked for by two names; the last one is then the record's origin.
+        The same bytes can be asked for by two names; the last one is then the record's origin. It
+        was granted anew, so what was asked of the lease before is void.
         """
         record = self._current.get(key)
         if record is None or record.generation != generation:
             return None
         record.origin = origin
+        record.going = None
         self._claims[claim] = record
         return record
 
-    def admit(self, record: Record[Module], claim: ClaimId) -> list[Module]:
+    def admit(
+        self, record: Record[Module], claim: ClaimId, asked: Asked = ""
+    ) -> list[Record[Module]]:
         """Take in a new record that `claim` is on from the start. An older one becomes stale.
 
-        After `close` it arrives stale: usable through its claim, and evicted with it.
+        After `close`, or if its generation is retired by now, it arrives stale: usable through its
+        claim, and evicted with it.
+
+        Args:
+            asked: what the coordinator has asked of its generation so far.
 
         Returns:
-            The modules let go.
+            The records evicted.
         """
         self._claims[claim] = record
-        dropped = self.evict(record.key)
-        if not self.closed:
-            self._current[record.key] = record
-        return dropped
+        if self.closed:
+            record.going = "shutdown"
+            return []
+        if asked == "stale":
+            record.going = "invalidated"
+            return []
+        if asked == "room":
+            record.going = "room"
+        evicted = self.evict(record.key, "replaced")
+        self._current[record.key] = record
+        return evicted
 
-    def end_claim(self, claim: ClaimId) -> list[Module]:
-        """End a claim. Locks made through it go on. Returns the modules let go."""
-        return self._settle(self._claims.pop(claim, None))
+    def end_claim(self, claim: ClaimId, now_s: float = 0.0) -> list[Record[Module]]:
+        """End a claim. Locks made through it go on. Returns the records evicted."""
+        return self._settle(self._claims.pop(claim, None), now_s)
 
     # --- locks ----------------------------------------------------------------------------------
 
@@ -130,28 +160,56 @@ class Records(Generic[Module]):
                 return lock
         return None
 
-    def unlock(self, lock: LockId) -> list[Module]:
-        """End a lock. Returns the modules let go."""
+    def unlock(self, lock: LockId, now_s: float = 0.0) -> list[Record[Module]]:
+        """End a lock. Returns the records evicted."""
         _, record = self._locks.pop(lock, (None, None))
-        return self._settle(record)
+        return self._settle(record, now_s)
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def evict(self, key: Key) -> list[Module]:
-        """Make the record of `key` stale. Returns its module if it was idle, and so is gone."""
-        return self._settle(self._current.pop(key, None))
+    def evict(self, key: Key, cause: EvictCause = "evicted") -> list[Record[Module]]:
+        """Make the record of `key` stale. Returns it if it was idle, and so is gone."""
+        record = self._current.get(key)
+        if record is None:
+            return []
+        record.going = cause
+        del self._current[key]
+        return self._settle(record)
 
-    def outdate(self, key: Key, newer: GenerationId) -> list[Module]:
+    def outdate(self, key: Key, newer: GenerationId) -> list[Record[Module]]:
         """Make the record of `key` stale if it is older than `newer`, which exists."""
         record = self._current.get(key)
         if record is None or record.generation >= newer:
             return []
-        return self.evict(key)
+        return self.evict(key, "replaced")
 
-    def close(self) -> list[Module]:
-        """Make every record stale, now and in future. Returns the modules of the idle ones."""
+    def revoke(self, generation: GenerationId, asked: Asked) -> list[Record[Module]]:
+        """Do what the coordinator asks of a generation. Returns the records evicted.
+
+        For room, one that is in use is handed out until it is idle.
+        """
+        for record in list(self._current.values()):
+            if record.generation != generation:
+                continue
+            if asked == "stale":
+                return self.evict(record.key, "invalidated")
+            record.going = "room"
+            return self._settle(record)
+        return []
+
+    def expire(self, before_s: float) -> list[Record[Module]]:
+        """Evict every record whose last use ended at `before_s` or earlier."""
+        unused = [
+            record
+            for record in self._current.values()
+            if record.used_s <= before_s and not any(self._uses(record))
+        ]
+        return [gone for record in unused for gone in self.evict(record.key, "unused")]
+
+    def close(self) -> list[Record[Module]]:
+        """Make every record stale, now and in future. Returns the idle ones, which are gone."""
         self.closed = True
-        return [module for key in list(self._current) for module in self.evict(key)]
+        return [gone for key in list(self._current) for gone in self.evict(key, "shutdown")]
 
     def held(self) -> tuple[Held, ...]:
         """Return the records that claims or locks keep, each once."""
@@ -160,11 +218,16 @@ class Records(Generic[Module]):
             Held(record.key, record.generation, *self._uses(record)) for record in used.values()
         )
 
-    def _settle(self, record: Record[Module] | None) -> list[Module]:
-        """Return the module of a record that has just become stale and idle."""
-        if record is None or self._current.get(record.key) is record:
+    def _settle(self, record: Record[Module] | None, now_s: float = 0.0) -> list[Record[Module]]:
+        """Return the record if it was to go and has just become idle. It is gone then."""
+        if record is None:
             return []
-        return [] if any(self._uses(record)) else [record.module]
+        record.used_s = now_s
+        if record.going is None or any(self._uses(record)):
+            return []
+        if self._current.get(record.key) is record:
+            del self._current[record.key]
+        return [record]
 
     def _uses(self, record: Record[Module]) -> tuple[int, int]:
         """Return how many claims and locks are on `record`."""
@@ -181,3 +244,9 @@ class Records(Generic[Module]):
         assert not (self.closed and self._current), "closed, and still handing out"
         for key, record in self._current.items():
             assert record.key == key, f"{key!r} leads to a record of {record.key!r}"
+            assert record.going in (None, "room"), f"{key!r} is stale and still handed out"
+        for record in self._current.values():
+            assert record.going is None or any(self._uses(record)), f"{record.key!r} is overdue"
+        for record in (*self._claims.values(), *self._locked()):
+            current = self._current.get(record.key) is record
+            assert current or record.going, f"{record.key!r} is stale and would never go"

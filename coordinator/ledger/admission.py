@@ -7,7 +7,7 @@ lookup without a claim: `seat` grants, attaches, or opens in one step.
 from __future__ import annotations
 
 from coordinator.ledger.events import Back, StartLoader
-from coordinator.ledger.eviction import lacking_bytes, revocable, victims
+from coordinator.ledger.eviction import revocable, victims
 from coordinator.ledger.report import generation_report
 from coordinator.ledger.state import (
     LOADER,
@@ -93,6 +93,8 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     if running is not None and running.fingerprint == request.fingerprint:
         turn.ask(request, running)
         return running
+    # One that is seated again beside a newer fill serves those who asked for it, and then retires.
+    doomed = doomed or running is not None
     generation = turn.open(request, doomed=doomed, deaths=deaths, pool=RAM)
     turn.ask(request, generation)
     if request.source is None:
@@ -303,11 +305,11 @@ def _make_room(turn: Turn, pool: Pool, head: Generation | None) -> None:
     """Let go of what is idle, then ask for what is leased. A prefetch asks nobody."""
     ledger = turn.ledger
     needed_bytes = 0 if head is None else head.size_bytes
-    for victim in victims(ledger, pool, lacking_bytes(ledger, pool, needed_bytes)):
+    for victim in victims(ledger, pool, needed_bytes):
         let_go(turn, victim)
     if head is not None and head.prefetch:
         return
-    for generation in revocable(ledger, pool, lacking_bytes(ledger, pool, needed_bytes)):
+    for generation in revocable(ledger, pool, needed_bytes):
         for session in list(generation.leases):
             turn.revoke(session, generation, "room")
 

@@ -21,30 +21,27 @@ def retained(ledger: Ledger, pool: str) -> list[Generation]:
     return sorted(idle, key=lambda generation: (generation.idle_s, generation.id))
 
 
-def lacking_bytes(ledger: Ledger, pool: Pool, needed_bytes: int) -> int:
-    """Return how many more bytes must be let go of until `needed_bytes` become free in `pool`.
+def victims(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]:
+    """Return what must go now so that `needed_bytes` become free in `pool`.
 
-    What is coming counts, or too much would go.
+    What is FREEING counts, or too much would go. What was only asked for does not: what is idle now
+    could be taken again while its holders still think. If everything that may go is too little,
+    returns all of it: the request waits for more.
     """
-    coming = sum(g.size_bytes for g in ledger.in_pool(pool.name) if g.coming)
-    return pool.in_use_bytes + needed_bytes - pool.limit_bytes - coming
-
-
-def victims(ledger: Ledger, pool: Pool, lacking: int) -> list[Generation]:
-    """Return what must go now so that `lacking` bytes become free in `pool`.
-
-    If everything that may go is too little, returns all of it: the request waits for more.
-    """
+    lacking = pool.in_use_bytes + needed_bytes - pool.limit_bytes
+    lacking -= sum(g.size_bytes for g in ledger.in_pool(pool.name) if g.state is State.FREEING)
     unasked = [generation for generation in ledger.in_pool(pool.name) if generation.unasked_fill]
     return _enough([*retained(ledger, pool.name), *unasked], lacking)
 
 
-def revocable(ledger: Ledger, pool: Pool, lacking: int) -> list[Generation]:
-    """Return what to ask the holders for so that `lacking` bytes become free in `pool`.
+def revocable(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]:
+    """Return what to ask the holders for so that `needed_bytes` become free in `pool`.
 
     Fewest holders first, as each of them has to load it again; then what was granted longest ago.
     Nothing that a holder has refused: while one keeps it, what the others let go of frees nothing.
     """
+    lacking = pool.in_use_bytes + needed_bytes - pool.limit_bytes
+    lacking -= sum(g.size_bytes for g in ledger.in_pool(pool.name) if g.coming)
     leased = [
         generation
         for generation in ledger.in_pool(pool.name)

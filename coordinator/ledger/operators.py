@@ -79,7 +79,11 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
 
 
 def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
-    """Retire what there is of a key, pinned or not, and doom what is being filled."""
+    """Retire what there is of a key, pinned or not, and doom what is being filled.
+
+    It is answered when no process hands any of that out any more: those who wait for a doomed fill
+    are to have had it, and to have heard that it is retired.
+    """
     ledger = turn.ledger
     try:
         key = parse_key(message.key)
@@ -93,7 +97,7 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
     ready = ledger.ready(key)
     if ready is not None:
         lifecycle.retire(turn, ready)
-    retired = [g.id for g in ledger.by_key.get(key, ()) if g.state is State.RETIRED]
+    retired = [g.id for g in ledger.by_key.get(key, ()) if g.doomed or g.state is State.RETIRED]
     deadline_s = turn.now_s + message.timeout_s
     ledger.invalidations.append(Invalidating(session, message.rid, key, retired, deadline_s))
 
@@ -115,9 +119,10 @@ def settle_invalidations(turn: Turn) -> None:
 def _handed_out(ledger: Ledger, gen: GenerationId) -> bool:
     """Say whether some process may not know yet that this generation is retired."""
     generation = ledger.generations.get(gen)
-    return generation is not None and any(
-        lease.answer != "kept" for lease in generation.leases.values()
-    )
+    if generation is None:
+        return False
+    heard = all(lease.answer == "kept" for lease in generation.leases.values())
+    return bool(generation.askers) or not heard
 
 
 def limit(turn: Turn, session: SessionId, message: Limit) -> None:

@@ -1,0 +1,221 @@
+"""One tuple for every state that differs only in the numbers that ids happen to have.
+
+Generations are numbered by age, and a session's request ids by order: what is compared about ids is
+only ever which is newer. Counters that nothing refers to are left out, or no world would be finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from coordinator.ledger.state import Generation, Ledger, Request
+from shm_store.wire import Message
+from tests.exploration.model import Mapping, System, Thread, Worker
+
+Names = Callable[[str], int]
+
+
+def canonical(system: System) -> tuple[Any, ...]:
+    """Return the state of `system` as a tuple that equals that of every state like it."""
+    ledger = system.ledger
+    gens = {gen: rank for rank, gen in enumerate(sorted(_generations(system)))}
+    ranks = [_ranks(system, session) for session in range(len(system.workers))]
+    return (
+        _ledger(ledger, gens, ranks),
+        tuple(_worker(w, gens, ranks[s]) for s, w in enumerate(system.workers)),
+        tuple((kind, gens[gen]) for kind, gen in sorted(system.jobs)),
+        tuple((gens[gen], *steps) for gen, steps in sorted(system.loaders.items())),
+        tuple(
+            (gens[gen], made)
+            for gen, made in system.bytes_from.items()
+            if gen in ledger.generations
+        ),
+        tuple(sorted(system.files.items())),
+        tuple(sorted(system.last_asked.items())),
+        tuple(system.faults.values()),
+    )
+
+
+def _generations(system: System) -> Iterable[str]:
+    known = set(system.ledger.generations) | set(system.loaders)
+    known |= {gen for _, gen in system.jobs}
+    for worker in system.workers:
+        known |= {mapping.gen for mapping in worker.mappings}
+        known |= set(worker.table)
+        known |= {item[1].gen for item in worker.keeper}
+        known |= {request.gen for request in worker.requests.values() if request.gen}
+        known |= {m.gen for m in (*worker.to, *worker.out) if hasattr(m, "gen")}
+        for thread in worker.threads:
+            known |= {gen for gen, _ in thread.charges}
+            if thread.gen:
+                known.add(thread.gen)
+        known |= {record.generation for record in _records(worker)}
+    return known
+
+
+def _records(worker: Worker) -> list[Any]:
+    records = worker.records
+    return [*records._current.values(), *records._claims.values(), *records._locked()]
+
+
+def _ranks(system: System, session: int) -> dict[int, int]:
+    """Return the rank of every request id of a session that something still refers to."""
+    worker = system.workers[session]
+    used = set(worker.requests)
+    used |= {mapping.lease for mapping in worker.mappings}
+    used |= {m.rid for m in (*worker.to, *worker.out, *worker.said) if hasattr(m, "rid")}
+    used |= {m.lease for m in (*worker.to, *worker.out) if hasattr(m, "lease")}
+    used |= {item[2] for item in worker.keeper if len(item) > 2}
+    used |= {item[1].lease for item in worker.keeper}
+    for thread in worker.threads:
+        used |= {lease for _, lease in thread.charges}
+        used.add(thread.rid)
+    known = system.ledger.sessions.get(session)
+    if known is not None:
+        used |= {lease.id for lease in known.leases.values()}
+        if worker.said:
+            used.add(known.last_rid)
+    used |= {rid for owner, rid in system.ledger.requests if owner == session}
+    for generation in system.ledger.running.values():
+        if isinstance(generation.owner, Request) and generation.owner.session == session:
+            used.add(generation.owner.rid)
+    used |= {w.rid for w in system.ledger.invalidations if w.session == session}
+    used |= {w.rid for w in system.ledger.drains if w.session == session}
+    return {rid: rank for rank, rid in enumerate(sorted(used))}
+
+
+def _ledger(ledger: Ledger, gens: dict[str, int], ranks: list[dict[int, int]]) -> tuple[Any, ...]:
+    return (
+        tuple(_generation(g, gens, ranks) for g in ledger.generations.values()),
+        tuple((s.id, s.connected) for s in ledger.sessions.values()),
+        tuple(
+            (pool.limit_bytes, tuple(gens[g.id] for g in pool.queue))
+            for pool in ledger.pools.values()
+        ),
+        tuple(ledger.pins),
+        tuple(
+            (w.session, ranks[w.session][w.rid], tuple(gens[g] for g in w.retired if g in gens))
+            for w in ledger.invalidations
+        ),
+        ledger.draining,
+    )
+
+
+def _generation(
+    generation: Generation, gens: dict[str, int], ranks: list[dict[int, int]]
+) -> tuple[Any, ...]:
+    owner = generation.owner
+    return (
+        gens[generation.id],
+        generation.key,
+        generation.fingerprint,
+        generation.pool,
+        generation.state.value,
+        (owner.session, ranks[owner.session][owner.rid]) if isinstance(owner, Request) else owner,
+        generation.private,
+        generation.doomed,
+        generation.sealing,
+        min(generation.deaths, 2),
+        generation.size_bytes,
+        generation.queued_s is not None,
+        tuple(
+            (session, ranks[session][lease.id], lease.asked, lease.answer)
+            for session, lease in generation.leases.items()
+        ),
+        tuple(
+            (request.session, ranks[request.session][request.rid], request.prefetch)
+            for request in generation.askers.values()
+        ),
+    )
+
+
+def _worker(worker: Worker, gens: dict[str, int], ranks: dict[int, int]) -> tuple[Any, ...]:
+    numbers = {id(mapping): number for number, mapping in enumerate(worker.mappings)}
+    records = worker.records
+    claims = {claim: rank for rank, claim in enumerate(sorted(records._claims))}
+    known = {id(record): record for record in _records(worker)}
+    order = {identity: number for number, identity in enumerate(known)}
+    return (
+        worker.alive,
+        worker.connected,
+        tuple(_thread(t, gens, ranks, numbers, claims) for t in worker.threads),
+        tuple(_message(m, gens, ranks) for m in worker.to),
+        tuple(_message(m, gens, ranks) for m in worker.out),
+        tuple(_message(m, gens, ranks) for m in worker.said),
+        tuple(
+            (
+                ranks[r.rid],
+                r.thread,
+                gens.get(r.gen or ""),
+                r.reserved,
+                r.space,
+                tuple(gens[g] for g in r.retires if g in gens),
+            )
+            for r in worker.requests.values()
+        ),
+        tuple(
+            (gens[m.gen], ranks[m.lease], m.asked, worker.table.get(m.gen) is m)
+            for m in worker.mappings
+        ),
+        tuple(
+            (
+                item[0],
+                gens[item[1].gen],
+                numbers.get(id(item[1])),
+                *(ranks[x] if isinstance(x, int) else x for x in item[2:]),
+            )
+            for item in worker.keeper
+        ),
+        tuple(sorted(worker.flights.items())),
+        records.closed,
+        tuple(
+            (
+                r.key,
+                gens[r.generation],
+                r.origin.kind,
+                r.origin.name,
+                numbers.get(id(r.module)),
+                r.going,
+            )
+            for r in known.values()
+        ),
+        tuple((key, order[id(record)]) for key, record in sorted(records._current.items())),
+        tuple((claims[claim], order[id(record)]) for claim, record in records._claims.items()),
+    )
+
+
+def _thread(
+    thread: Thread,
+    gens: dict[str, int],
+    ranks: dict[int, int],
+    numbers: dict[int, int],
+    claims: dict[Any, int],
+) -> tuple[Any, ...]:
+    return (
+        thread.pc,
+        thread.phase,
+        ranks[thread.rid],
+        gens.get(thread.gen or ""),
+        numbers.get(id(thread.mapping)),
+        tuple((key, claims.get(claim)) for key, claim in sorted(thread.claims.items())),
+        tuple((key, numbers.get(id(m))) for key, m in sorted(thread.kept.items())),
+        tuple((gens[gen], ranks[lease]) for gen, lease in thread.charges),
+    )
+
+
+def _message(message: Message, gens: dict[str, int], ranks: dict[int, int]) -> tuple[Any, ...]:
+    fields: list[Any] = [type(message).__name__]
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if name == "gen":
+            value = gens[value]
+        elif name in ("rid", "lease"):
+            value = ranks[value]
+        elif name in ("cause", "timeout_s", "fingerprint"):
+            continue
+        fields.append(value)
+    return tuple(fields)
+
+
+__all__ = ["Mapping", "canonical"]

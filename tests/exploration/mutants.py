@@ -1,0 +1,386 @@
+"""One rule switched off at a time. Each must be caught in the worlds it names.
+
+A mutant replaces one function of the ledger, of the records, or of the model of what is not pure in
+the product. `how` is the fault in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import coordinator.ledger as heart
+from coordinator.ledger import admission, eviction, lifecycle
+from coordinator.ledger.state import LEASABLE, State
+from coordinator.ledger.turn import Turn
+from gpu_worker.records import Records
+from shm_store.errors import Cancelled
+from shm_store.keys import RequestId
+from tests.exploration.explore import Explored, explore
+from tests.exploration.model import System
+from tests.exploration.worlds import SMALL
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A rule that is off.
+
+    Attributes:
+        rule: its number in the protocol.
+        world: the name of the world that must catch it.
+        where, name: the function that is replaced by `instead`.
+    """
+
+    rule: int
+    how: str
+    world: str
+    where: Any
+    name: str
+    instead: Callable[..., Any]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with patch.object(self.where, self.name, self.instead):
+            yield
+
+
+def _ends_with_its_connection(turn: Turn, session: Any) -> None:
+    lifecycle.ended(turn, session)
+
+
+def _releases_whatever_lease(turn: Turn, session: Any, message: Any) -> None:
+    generation = turn.ledger.generations.get(message.gen)
+    if generation is not None and generation.state in LEASABLE and session in generation.leases:
+        turn.end_lease(session, generation)
+
+
+def _releases_by_key(turn: Turn, session: Any, message: Any) -> None:
+    named = turn.ledger.generations.get(message.gen)
+    for generation in list(turn.ledger.by_key.get(named.key, ())) if named else []:
+        if generation.state in LEASABLE and session in generation.leases:
+            turn.end_lease(session, generation)
+
+
+_said = heart._said
+
+
+def _takes_replays(turn: Turn, event: Any) -> None:
+    session = turn.ledger.sessions.get(event.session)
+    if session is not None:
+        session.last_rid = RequestId(0)
+    _said(turn, event)
+
+
+def _cancels_silently(turn: Turn, session: Any, message: Any) -> None:
+    request = turn.ledger.requests.get((session, message.rid))
+    if request is not None:
+        admission.leave(turn, request, None)
+
+
+def _cancels_a_fill(turn: Turn, session: Any, message: Any) -> None:
+    request = turn.ledger.requests.get((session, message.rid))
+    if request is not None:
+        admission.leave(turn, request, Cancelled("given up"))
+
+
+_acquire = admission.acquire
+
+
+def _frees_what_another_fills(turn: Turn, session: Any, message: Any, source: Any) -> None:
+    running = turn.ledger.filling(message.key)
+    _acquire(turn, session, message, source)
+    if running is not None and running.doomed and running.id in turn.ledger.running:
+        admission.abandon(turn, running, None, died=False)
+
+
+_sealed = lifecycle.sealed
+
+
+def _hands_out_the_doomed(turn: Turn, generation: Any) -> None:
+    generation.doomed = False
+    _sealed(turn, generation)
+
+
+_seat = admission.seat
+
+
+def _dooms_when_seated_again(turn: Turn, request: Any, *, doomed: bool, deaths: int) -> Any:
+    running = turn.ledger.filling(request.key)
+    if running is not None and running.fingerprint != request.fingerprint:
+        running.doomed = True
+        admission.settle_unasked(turn, running)
+    return _seat(turn, request, doomed=False, deaths=0)
+
+
+_revoke = Turn.revoke
+
+
+def _tells_nobody_of_retirement(self: Turn, session: Any, generation: Any, asked: Any) -> None:
+    if asked != "stale":
+        _revoke(self, session, generation, asked)
+
+
+_records_revoke = Records.revoke
+
+
+def _keeps_handing_out(self: Any, generation: Any, asked: Any) -> Any:
+    return [] if asked == "stale" else _records_revoke(self, generation, asked)
+
+
+def _admits_as_if_nothing_was_asked(self: Any, record: Any, claim: Any, asked: Any = "") -> Any:
+    return _admit(self, record, claim)
+
+
+_admit = Records.admit
+_grant = Turn.grant
+
+
+def _grants_as_asked_before(self: Turn, request: Any, generation: Any) -> None:
+    previous = generation.leases.get(request.session)
+    _grant(self, request, generation)
+    if previous is not None and not generation.private and generation.state is State.READY:
+        lease = generation.leases[request.session]
+        lease.asked, lease.answer = previous.asked, previous.answer
+
+
+def _counts_what_was_asked_as_free(pool: Any, generation: Any) -> bool:
+    return _fits(pool, generation) or any(
+        other.coming and other.state is not State.FREEING for other in pool.queue
+    )
+
+
+_fits = admission._fits
+
+
+def _waits_for_the_slow(ledger: Any, pool: Any, needed_bytes: int) -> Any:
+    if any(g.coming and g.state is State.READY for g in ledger.in_pool(pool.name)):
+        return []
+    return _victims(ledger, pool, needed_bytes)
+
+
+_victims = eviction.victims
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _overtakes_in_its_own_pool(turn: Any, pool: Any) -> bool:
+    others = dict(turn.ledger.pools)
+    turn.ledger.pools = {pool.name: pool}
+    try:
+        return _admit_overtakers(turn, pool)
+    finally:
+        turn.ledger.pools = others
+
+
+_admit_overtakers = admission._admit_overtakers
+
+
+_holds_victim = admission._holds_victim
+_waits_for_room = admission._waits_for_room
+
+
+def _parks_the_holder_too(ledger: Any, generation: Any, session: Any) -> bool:
+    return (
+        generation.gives_way and admission._blocked_head(ledger.pools[generation.pool]) is not None
+    )
+
+
+def _asks_again_at_once(self: System, worker: Any, op: Any) -> bool:
+    return True
+
+
+def _leaves_the_old_lease(self: System, mapping: Any, lease: int) -> None:
+    mapping.asked = ""
+
+
+def _keeps_the_unwanted(self: System, worker: Any, gen: Any, lease: int) -> None:
+    pass
+
+
+def _frees_before_asking(turn: Turn, pool: Any, head: Any) -> None:
+    """Revokes for a prefetch too."""
+    head = None if head is None else head
+    for victim in eviction.victims(turn.ledger, pool, 0 if head is None else head.size_bytes):
+        admission.let_go(turn, victim)
+    for generation in eviction.revocable(turn.ledger, pool, 0 if head is None else head.size_bytes):
+        for session in list(generation.leases):
+            turn.revoke(session, generation, "room")
+
+
+MUTANTS = [
+    Mutant(
+        1,
+        "a lost connection ends leases",
+        "a holder loses its connection",
+        lifecycle,
+        "disconnected",
+        _ends_with_its_connection,
+    ),
+    Mutant(
+        2,
+        "a RELEASE ends whatever lease there is",
+        "asked again while the map lives",
+        lifecycle,
+        "release",
+        _releases_whatever_lease,
+    ),
+    Mutant(
+        3,
+        "a map that is there keeps its old lease",
+        "asked again while the map lives",
+        System,
+        "_take_over",
+        _leaves_the_old_lease,
+    ),
+    Mutant(
+        4, "a replay is taken for a request", "a frame comes twice", heart, "_said", _takes_replays
+    ),
+    Mutant(5, "CANCEL is not answered", "one gives up", admission, "cancel", _cancels_silently),
+    Mutant(
+        5, "CANCEL ends what is being filled", "one gives up", admission, "cancel", _cancels_a_fill
+    ),
+    Mutant(
+        5, "an unwanted GRANT is kept", "one gives up", System, "_give_back", _keeps_the_unwanted
+    ),
+    Mutant(
+        6,
+        "a fill of another process is freed",
+        "two fingerprints",
+        admission,
+        "acquire",
+        _frees_what_another_fills,
+    ),
+    Mutant(
+        6,
+        "a doomed fill becomes READY",
+        "two fingerprints",
+        lifecycle,
+        "sealed",
+        _hands_out_the_doomed,
+    ),
+    Mutant(
+        7,
+        "a request that is seated again dooms",
+        "two fingerprints from loaders",
+        admission,
+        "seat",
+        _dooms_when_seated_again,
+    ),
+    Mutant(
+        8, "the loader reads whatever is there", "the file changes", System, "_loader_compares", _no
+    ),
+    Mutant(
+        9,
+        "holders of what is retired are not told",
+        "invalidate",
+        Turn,
+        "revoke",
+        _tells_nobody_of_retirement,
+    ),
+    Mutant(
+        9,
+        "a worker goes on handing out what is retired",
+        "invalidate",
+        Records,
+        "revoke",
+        _keeps_handing_out,
+    ),
+    Mutant(
+        9,
+        "a record arrives fresh after its REVOKE",
+        "invalidate",
+        Records,
+        "admit",
+        _admits_as_if_nothing_was_asked,
+    ),
+    Mutant(
+        11,
+        "a new grant starts as if it had been asked",
+        "a holder asks for what it holds",
+        Turn,
+        "grant",
+        _grants_as_asked_before,
+    ),
+    Mutant(
+        11,
+        "what was asked for counts as gone",
+        "three keys, room for two",
+        admission,
+        "victims",
+        _waits_for_the_slow,
+    ),
+    Mutant(
+        12,
+        "a hit on what is to go does not wait",
+        "re-acquirers and a head",
+        admission,
+        "_waits_for_room",
+        _no,
+    ),
+    Mutant(
+        12,
+        "a holder waits for what it holds",
+        "a holder asks for what it holds",
+        admission,
+        "_waits_for_room",
+        _parks_the_holder_too,
+    ),
+    Mutant(
+        12,
+        "a worker asks again before it has let go",
+        "room for one of two",
+        System,
+        "_may_ask",
+        _asks_again_at_once,
+    ),
+    Mutant(13, "nothing overtakes", "a holder needs one more", admission, "_admit_overtakers", _no),
+    Mutant(
+        13,
+        "only holders of the same pool overtake",
+        "a circle through two pools",
+        admission,
+        "_admit_overtakers",
+        _overtakes_in_its_own_pool,
+    ),
+    Mutant(
+        12,
+        "a hit waits for a head that waits for itself",
+        "a head waits for its own asker, and a hit does not",
+        admission,
+        "_waits_for_itself",
+        _no,
+    ),
+    Mutant(
+        13,
+        "nothing overtakes a head that waits for itself",
+        "a head waits for its own asker, and what fits does not",
+        admission,
+        "_waits_for_itself",
+        _no,
+    ),
+    Mutant(
+        25,
+        "a RELEASE ends what has the same key",
+        "rolling replacement",
+        lifecycle,
+        "release",
+        _releases_by_key,
+    ),
+]
+
+
+def of_world(name: str) -> Explored:
+    """Explore the world with this name."""
+    (world,) = [world for world in SMALL if world.name == name]
+    return explore(world)
+
+
+def of_mutant(number: int) -> Explored:
+    """Explore the world that is to catch a mutant, with it."""
+    with MUTANTS[number].applied():
+        return of_world(MUTANTS[number].world)

@@ -1,0 +1,236 @@
+"""The worlds that are explored: small, closed, each about one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.exploration.model import Op, Program, World
+
+
+def use(key: str, fingerprint: str = "", **facts: Any) -> Op:
+    return Op("use", key, fingerprint, **facts)
+
+
+def op(what: str, key: str = "", **facts: Any) -> Op:
+    return Op(what, key, **facts)
+
+
+def once(*ops: Op) -> Program:
+    return Program(ops)
+
+
+def loop(*ops: Op) -> Program:
+    return Program(ops, loops=True)
+
+
+A, B, C = {"a": 60}, {"a": 60, "b": 60}, {"a": 40, "b": 40, "c": 40}
+SLOW = frozenset({"back", "load", "free", "seal"})
+
+SMALL = [
+    World("two load the same", ((once(use("a")),), (once(use("a")),)), A, slow=SLOW),
+    World(
+        "two builders",
+        ((once(use("a", build=True)),), (once(use("a", build=True)),)),
+        A,
+        slow=frozenset({"back"}),
+    ),
+    World(
+        "a builder or its waiter dies",
+        ((once(use("a", build=True)),), (once(use("a", build=True)),)),
+        A,
+        slow=frozenset({"back"}),
+        faults={"die": 1},
+    ),
+    World(
+        "a builder loses its connection",
+        ((once(use("a", build=True)),), (once(use("a", build=True)),)),
+        A,
+        slow=frozenset({"back"}),
+        faults={"disconnect": 1, "die": 1},
+        limits={"ram": 200},
+    ),
+    World(
+        "a holder loses its connection",
+        ((once(op("hold", "a"), op("end", "a")),), (once(use("a")),)),
+        A,
+        faults={"disconnect": 1, "die": 1},
+    ),
+    World(
+        "a loader dies twice",
+        ((once(use("a")),), (once(use("a")),)),
+        A,
+        slow=SLOW,
+        faults={"kill": 2},
+    ),
+    World(
+        "one gives up",
+        ((once(use("a", build=True)),), (once(use("a", build=True)),)),
+        A,
+        slow=frozenset({"back", "seal"}),
+        faults={"cancel": 2},
+    ),
+    World(
+        "one gives up a source",
+        ((once(use("a")),), (once(use("a")),)),
+        A,
+        slow=SLOW,
+        faults={"cancel": 2},
+    ),
+    World(
+        "deadlines",
+        ((once(use("a")),), (once(use("b")),)),
+        B,
+        slow=frozenset({"back", "load"}),
+        faults={"deadline": 2},
+    ),
+    World("a frame comes twice", ((once(use("a")),), (once(use("a")),)), A, faults={"replay": 1}),
+    World(
+        "tensors and modules of one key",
+        ((once(op("state", "a"), op("drop", "a")), once(use("a"))),),
+        A,
+    ),
+    World(
+        "asked again while the map lives",
+        (
+            (
+                once(
+                    op("state", "a"),
+                    op("state", "a"),
+                    op("drop", "a"),
+                    op("state", "a"),
+                    op("drop", "a"),
+                ),
+            ),
+            (once(use("a")),),
+        ),
+        A,
+        slow=frozenset({"free"}),
+    ),
+    World("evict and load", ((once(use("a"), op("evict", "a"), use("a")),), (once(use("a")),)), A),
+    World(
+        "shutdown in flight",
+        ((once(use("a"), use("a")), once(op("shutdown"))), (once(use("a")),)),
+        A,
+        slow=frozenset({"load"}),
+    ),
+    World(
+        "room for one of two", ((loop(use("a")),), (loop(use("b")),)), B, slow=frozenset({"free"})
+    ),
+    World("room for one of two, in one process", ((loop(use("a")), loop(use("b"))),), B),
+    World("three keys, room for two", ((loop(use("a")),), (loop(use("b")),), (loop(use("c")),)), C),
+    World(
+        "re-acquirers and a head",
+        ((loop(use("a")),), (loop(use("a")),), (once(use("b")),)),
+        {"a": 60, "b": 60},
+    ),
+    World(
+        "nested use of two keys that fit",
+        ((once(op("hold", "a"), use("b"), op("end", "a")),), (loop(use("c")),)),
+        {"a": 40, "b": 40, "c": 60},
+    ),
+    World(
+        "a head waits for its own asker, and a hit does not",
+        ((once(op("hold", "a"), use("b"), op("end", "a")),), (once(use("a")),)),
+        B,
+        stuck=frozenset({(0, 0)}),
+    ),
+    World(
+        "a head waits for its own asker, and what fits does not",
+        ((once(op("hold", "a"), use("b"), op("end", "a")),), (once(use("c")),)),
+        {"a": 40, "b": 80, "c": 30},
+        stuck=frozenset({(0, 0)}),
+    ),
+    World(
+        "a holder asks for what it holds",
+        ((once(op("state", "a"), use("a"), op("drop", "a")),), (once(use("b")),)),
+        B,
+    ),
+    World(
+        "a holder needs one more",
+        ((once(op("hold", "a"), use("c"), op("end", "a")),), (once(use("b")),)),
+        {"a": 40, "b": 80, "c": 30},
+    ),
+    World(
+        "a circle through two pools",
+        (
+            (
+                once(
+                    op("hold", "a"),
+                    op("charge", pool="vram", size=30),
+                    op("uncharge"),
+                    op("end", "a"),
+                ),
+            ),
+            (once(op("charge", pool="vram", size=50), use("b"), op("uncharge")),),
+            (once(op("charge", pool="vram", size=80), op("uncharge")),),
+        ),
+        {"a": 40, "b": 80},
+        limits={"ram": 100, "vram": 100},
+    ),
+    World(
+        "prefetch behind a load",
+        ((once(op("prefetch", "a")), once(use("c"))), (once(use("b")),)),
+        B | {"c": 60},
+    ),
+    World(
+        "two fingerprints",
+        ((once(use("a", "v1", build=True)),), (once(use("a", "v2", build=True)),)),
+        {"a": 30},
+        slow=frozenset({"seal"}),
+    ),
+    World(
+        "two fingerprints from loaders",
+        ((once(use("a", "v1")),), (once(use("a", "v2")),)),
+        {"a": 30},
+        slow=frozenset({"load"}),
+        faults={"kill": 2},
+    ),
+    World(
+        "the file changes",
+        ((once(use("a"), op("state", "a"), op("drop", "a")),), (once(use("a")),)),
+        {"a": 30},
+        slow=frozenset({"load"}),
+        faults={"change": 1},
+    ),
+    World(
+        "rolling replacement",
+        ((loop(use("a", "v1", build=True)),), (once(use("a", "v2", build=True)),)),
+        {"a": 30},
+    ),
+    World(
+        "invalidate",
+        (
+            (once(op("hold", "a"), op("end", "a"), use("a")),),
+            (once(use("a"), op("invalidate", "a"), use("a")),),
+        ),
+        {"a": 30},
+    ),
+    World(
+        "invalidate a fill",
+        ((once(use("a"), use("a")),), (once(op("invalidate", "a")),)),
+        {"a": 30},
+        slow=frozenset({"load", "seal"}),
+    ),
+    World(
+        "invalidate, and a holder dies",
+        ((once(op("state", "a"), op("drop", "a")),), (once(op("invalidate", "a")),)),
+        {"a": 30},
+        faults={"die": 1},
+    ),
+    World(
+        "limit lowered",
+        ((loop(use("a")),), (once(op("limit", size=30), op("limit", size=100)),)),
+        A,
+    ),
+    World(
+        "pins",
+        ((loop(use("a")),), (once(op("pin", "a"), use("b"), op("unpin", "a"), use("b")),)),
+        {"a": 60, "b": 50},
+    ),
+    World(
+        "nobody answers a revoke",
+        ((once(op("state", "a"), op("drop", "a")),), (once(use("b")),), (once(use("c")),)),
+        C | {"b": 70},
+        faults={"overdue": 2},
+    ),
+]
