@@ -71,7 +71,7 @@ def attach(
             program's name.
 
     Raises:
-        ArgumentRefused: an unknown device, or a name that cannot be sent.
+        ArgumentRefused: an unknown device, a name that cannot be sent, or no path.
         NoCoordinator: nobody answers on the socket.
         PeerForbidden: this user may not use that coordinator.
         VersionMismatch: it speaks another version.
@@ -86,6 +86,8 @@ def attach(
         name = arguments.program_name()
     else:
         name = arguments.text("name", name, arguments.NAME_LIMIT)
+    if socket is not None:
+        socket = arguments.path("socket", socket)
     return Worker(registry.share(socket_path(socket), name, str(device)))
 
 
@@ -170,6 +172,7 @@ class Worker:
         """
         ask, _ = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
+        arguments.check_progress(progress)
         self._check_caller(waits=True)
         if self._records.closed:
             raise WorkerClosed("the worker was shut down")
@@ -214,6 +217,8 @@ class Worker:
         ask, origin = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
         arguments.check_factory("skeleton", skeleton)
+        arguments.check_progress(progress)
+        arguments.check_flag("train", train)
         self._check_caller(waits=True)
         handle = ModelHandle(self, ask.key, ClaimId(next(self._ids)))
         wish = _Wish(ask, origin, skeleton, train, progress)
