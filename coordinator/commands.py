@@ -7,7 +7,6 @@ single command needs is imported there.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,9 +40,6 @@ Exit codes:
 TIMEOUT_LIMIT_S = 1e9
 DRAIN_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
-
-LONG_LIVED = ("serve", "launch")
-"""Commands that outlive the reader of their output."""
 
 
 class PlainCommand(TyperCommand):
@@ -113,15 +109,12 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _before(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    if context.invoked_subcommand not in LONG_LIVED:
-        # `weight-cache status | head -1` ends as other commands do, without a word.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    pass  # it is there for its options
 
 
 @app.command(cls=PlainCommand)

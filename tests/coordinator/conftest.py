@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,8 +44,6 @@ def weights(tmp_path: Path) -> str:
 def run_here(monkeypatch, capsys):
     """Run a command that starts nothing in this process, which spares an interpreter."""
 
-    sigpipe = signal.getsignal(signal.SIGPIPE)
-
     def run(*arguments: str, socket: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weight-cache", *arguments])
         monkeypatch.setenv("WEIGHT_CACHE_SOCKET", socket)
@@ -55,5 +52,4 @@ def run_here(monkeypatch, capsys):
         assert isinstance(ended.value.code, int)
         return ended.value.code, *capsys.readouterr()
 
-    yield run
-    signal.signal(signal.SIGPIPE, sigpipe)
+    return run
