@@ -69,7 +69,8 @@ Socket = Annotated[
     str | None,
     typer.Option(
         metavar="PATH",
-        help="The coordinator's socket. Default: WEIGHT_CACHE_SOCKET, else the user's own.",
+        help="The coordinator's socket. Default: WEIGHT_CACHE_SOCKET, or where that is unset or "
+        "empty, the user's own.",
         show_default=False,
     ),
 ]
@@ -163,7 +164,7 @@ def launch(
     plan = supervisor.Plan(
         command=tuple(command),
         workers=workers,
-        socket=socket,
+        socket=None if socket is None else socket_path(socket),
         ram_budget=ram_budget,
         grace_s=_seconds("--grace", grace),
     )
@@ -205,6 +206,8 @@ def load(
     from shm_store.source import open_source
 
     name = parse_key(key)
+    if not source:
+        raise ArgumentRefused("load takes the path of a file, not an empty one")
     timeout_s = _seconds("--timeout", timeout)
     started_s = time.monotonic()
     with _operator(socket, "load") as operator:

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.cli import read_serve
 from shm_store import errors
+from shm_store.paths import socket_path
 from tests.coordinator.command_line import only_line, run
 
 pytestmark = pytest.mark.process
@@ -44,6 +45,7 @@ def test_without_a_coordinator_every_command_says_what_to_do(arguments, path, ru
         ("load", "k"),
         ("load", " k", __file__),
         ("load", "k", __file__, "--timeout", "nan"),
+        ("load", "k", ""),
         ("evict",),
         ("evict", "k", "--idle"),
         ("evict", ""),
@@ -67,6 +69,43 @@ def test_wrong_arguments_end_with_2_and_a_reason(arguments, path, run_here):
     assert (code, out) == (2, ""), (out, err)
     assert err
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve",),
+        ("launch", "true"),
+        ("status",),
+        ("load", "k", __file__),
+        ("evict", "k"),
+        ("pin", "k"),
+        ("unpin", "k"),
+        ("drain",),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_socket_is_refused_by_every_command(arguments, path, run_here):
+    """Nobody means the name of its own choice that the kernel would bind."""
+    name, *others = arguments
+    code, out, err = run_here(name, "--socket", "", *others, socket=path)
+    assert (code, out) == (2, "")
+    assert only_line(err).startswith("weight-cache: '' is no path of a socket (leave it out")
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("path", ["\0abstract", "/tmp/c.sock\0rest"])
+def test_a_nul_in_a_socket_is_refused(path):
+    """The first would be outside the file system, the second another file than it says."""
+    with pytest.raises(errors.ArgumentRefused, match="is no path of a socket"):
+        socket_path(path)
+
+
+def test_a_folder_of_the_users_own_that_cannot_be_made_is_named(run_here, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/none")
+    code, out, err = run_here("serve", socket="")
+    assert (code, out) == (2, "")
+    assert "/proc/none/weight-cache cannot be made" in only_line(err)
 
 
 def test_help_documents_the_exit_code_of_every_error(run_here):
