@@ -140,7 +140,6 @@ class InUse(CallerError):
     """The weights are leased or pinned, so they cannot be evicted. `holders` says by whom."""
 
     code = "in_use"
-    default_remedy = "let the holders finish, see `weight-cache status`; `weight-cache unpin` a pin"
 
     def __init__(
         self,
