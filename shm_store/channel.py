@@ -17,6 +17,13 @@ takes no more memory than its bytes.
     consequence: taking the reset for the end loses its last frames (a RELEASE, a COMMIT)
     choice: after a reset, read on until end of file
     cost: none
+
+    Note on fds in flight
+    fact: a user with more fds sent and not yet received than its limit of open fds gets
+    ETOOMANYREFS for the next one, whoever of its peers does not read (root does not)
+    consequence: nothing is wrong with this connection; the same send succeeds later
+    choice: BlockingIOError with that errno. Waiting until the socket is writable would spin: it is
+    cost: a sender needs a timer beside its poll
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +68,7 @@ _LOST = _DATA_LOST | int(socket.MSG_CTRUNC)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _PATH_LIMIT_BYTES = 107
 _SO_PEERPIDFD = 77
+_IN_FLIGHT_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +107,21 @@ class Channel:
             ConnectionLost: the peer is gone.
         """
         for frame, carried in frames(message, fds):
-            self.send_frame(frame, carried)
+            while True:
+                try:
+                    self.send_frame(frame, carried)
+                    break
+                except BlockingIOError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(_IN_FLIGHT_PAUSE_S)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send one frame made by `frames`.
 
         Raises:
-            BlockingIOError: the socket is non-blocking and full; nothing was sent.
+            BlockingIOError: nothing was sent: the socket is non-blocking and full, or (with errno
+                ETOOMANYREFS) too many fds are in flight.
             ConnectionLost: the peer is gone, or this socket was closed.
         """
         try:
@@ -116,6 +133,8 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise BlockingIOError(error.errno, error.strerror) from error
             raise ConnectionLost(f"a frame could not be sent: {error.strerror}") from error
 
     def receive(self) -> tuple[bytes, list[int]] | None:
@@ -213,6 +232,7 @@ class Channel:
 
         Raises:
             ProcessLookupError: the process has ended already.
+            OSError: EMFILE or ENFILE, or this kernel cannot name the process.
         """
         try:
             return self.socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

@@ -417,3 +417,40 @@ def test_a_full_socket_takes_nothing_of_a_frame(ends: tuple[Channel, Channel], f
         assert received[0] == b"%06d" % number * 1000
         channel.close_all(received[1])
     assert copies(file) == 1
+
+
+IN_FLIGHT = """
+import errno, os, resource, threading, time
+from shm_store.channel import Channel, pair
+if os.geteuid() == 0:
+    os.setuid(65534)  # root is exempt
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+ours, theirs = map(Channel, pair())
+ours.socket.setblocking(False)
+fd = os.open("/dev/null", os.O_RDONLY)
+try:
+    for sent in range(50):
+        ours.send_frame(b"\\0x", [fd] * 16)
+except BlockingIOError as error:
+    print(error.errno == errno.ETOOMANYREFS)
+ours.socket.setblocking(True)
+waits = threading.Thread(target=ours.send, args=(b"last", [fd]))
+pause, waiting = time.sleep, threading.Event()
+time.sleep = lambda pause_s: (waiting.set(), pause(pause_s))
+waits.start()
+print(waiting.wait(20))
+for _ in range(sent):
+    for received in theirs.receive()[1]:
+        os.close(received)
+print(theirs.receive()[0])
+waits.join()
+"""
+
+
+@pytest.mark.process
+def test_too_many_fds_in_flight_are_a_reason_to_wait(
+    child: Callable[..., CompletedProcess[str]],
+) -> None:
+    """The connection is as good as before: `send_frame` says so, and `send` waits."""
+    ended = child(IN_FLIGHT)
+    assert (ended.returncode, ended.stdout) == (0, "True\nTrue\nb'last'\n"), ended.stderr
