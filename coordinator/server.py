@@ -285,15 +285,19 @@ def serve(config: Config) -> int:
     try:
         _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
         listener = channel.listen(config.socket)
+        bound = os.lstat(config.socket)
         limit = config.ram_budget_bytes
         if limit is None:
             limit = default_ram_budget_bytes()
         try:
             asyncio.run(_serve(config.socket, listener, limit))
         finally:
-            _unlink_socket(config.socket)
+            # Whoever cleans up /tmp may have removed either, and another coordinator made its own.
+            if _is_at(bound, config.socket):
+                os.unlink(config.socket)
     finally:
-        os.unlink(_lock_path(config.socket))
+        if _is_at(os.fstat(lock), _lock_path(config.socket)):
+            os.unlink(_lock_path(config.socket))
         os.close(lock)
     return 0
 
@@ -336,14 +340,14 @@ def _lock(path: str) -> int:
             raise ArgumentRefused(
                 f"{_lock_path(path)} exists and is no lock", remedy="choose another --socket"
             )
-        if _is_at(lock, _lock_path(path)):
+        if _is_at(os.fstat(lock), _lock_path(path)):
             return lock
         os.close(lock)  # the previous owner unlinked it between our open and our lock
 
 
-def _is_at(fd: int, path: str) -> bool:
+def _is_at(ours: os.stat_result, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(ours, os.stat(path))
     except FileNotFoundError:
         return False
 

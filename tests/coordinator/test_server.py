@@ -356,6 +356,28 @@ def test_a_stale_socket_file_is_replaced_and_nothing_stays_behind(path):
     assert not os.path.exists(path) and not os.path.exists(path + ".lock")
 
 
+def test_at_its_end_it_removes_only_what_is_its_own(path):
+    """Whoever cleans up /tmp removes both files of a coordinator that runs; then another starts."""
+    first = Coordinator(path)
+    os.unlink(path)
+    os.unlink(path + ".lock")
+    with running(path):
+        code, stderr = first.stop()
+        assert code == 0, stderr
+        assert os.path.exists(path + ".lock")
+        assert len(Peer(path).status().sessions) == 1
+    assert not os.path.exists(path) and not os.path.exists(path + ".lock")
+
+
+@pytest.mark.parametrize("what", ["socket", "lock"])
+def test_files_that_are_gone_at_its_end_are_no_fault(path, what):
+    coordinator = Coordinator(path)
+    os.unlink(path if what == "socket" else path + ".lock")
+    code, stderr = coordinator.stop()
+    assert code == 0 and "Traceback" not in stderr, stderr
+    assert not os.path.exists(path) and not os.path.exists(path + ".lock")
+
+
 @pytest.mark.parametrize("suffix", ["", ".lock"])
 def test_a_file_of_somebody_elses_is_never_removed(path, suffix):
     """Paths are typed by people: `--socket precious.txt` must cost them nothing."""
