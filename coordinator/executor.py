@@ -37,13 +37,13 @@ from coordinator.ledger.events import (
     StartLoader,
 )
 from coordinator.process_host import Child, ended, ending
-from coordinator.segment_table import SegmentTable
+from coordinator.segment_table import SegmentTable, seal
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import ProtocolViolation, WeightCacheError
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.manifest import Preamble
-from shm_store.segment import fix_size, seal
+from shm_store.segment import fix_size
 from shm_store.wire import Fetch, ToSession, decode, encode, loader_decoder
 
 log = logging.getLogger("coordinator")

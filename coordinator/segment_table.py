@@ -5,7 +5,26 @@ from __future__ import annotations
 import os
 
 from shm_store import segment
+from shm_store.errors import SegmentRefused
 from shm_store.keys import GenerationId
+from shm_store.manifest import Preamble
+
+
+def seal(fd: int, preamble: Preamble) -> None:
+    """Seal a segment, and check that all that was charged is there. Blocks, as `segment.seal`.
+
+    Its filler could punch holes into it, which is no change of size: those who read there would
+    need memory then, and die of SIGBUS without. A sealed segment cannot be punched any more.
+
+    Raises:
+        SegmentRefused: as `segment.seal`; or pages are missing, and it stays sealed.
+    """
+    segment.seal(fd, preamble)
+    missing_bytes = os.fstat(fd).st_size - segment.backed_bytes(fd)
+    if missing_bytes > 0:
+        raise SegmentRefused(
+            f"{missing_bytes} bytes of generation {preamble.gen} were given back by its filler"
+        )
 
 
 class SegmentTable:

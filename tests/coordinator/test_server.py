@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
@@ -125,6 +126,25 @@ def test_a_filler_cannot_grow_its_segment(coordinator):
         os.pwrite(fd, b"x", 1 << 20)
     assert ledger_bytes(peer) == coordinator.segment_blocks() == 8192
     os.close(fd)
+
+
+def test_a_filler_cannot_give_back_what_was_charged(coordinator):
+    """A hole changes no size. Whoever read there later would need memory, or die without."""
+    peer = Peer(coordinator.socket)
+    ticket = peer.ticket("k")
+    fd = peer.space(ticket.gen, 1 << 20)
+    punch_and_keep_size = 0x02 | 0x01
+    libc = ctypes.CDLL(None, use_errno=True)
+    offset, length = ctypes.c_int64(1 << 19), ctypes.c_int64(4096)
+    assert libc.fallocate(fd, punch_and_keep_size, offset, length) == 0, ctypes.get_errno()
+    os.close(fd)
+    peer.send(Commit(ticket.gen))
+    cause = peer.expect(Fail).cause
+    assert cause.code == "segment_refused" and "4096 bytes" in cause.message
+    assert peer.generation("k").state == "filling"  # charged, until its filler lets go
+    peer.send(Abort(ticket.gen))
+    peer.flush()
+    assert ledger_bytes(peer) == coordinator.segment_blocks() == 0
 
 
 def test_an_aborted_build_gives_its_bytes_back(coordinator):
