@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from coordinator.fd_limit import FOR_SEGMENTS, require_free
 from shm_store import segment
 from shm_store.errors import SegmentRefused
 from shm_store.keys import GenerationId
@@ -39,8 +40,10 @@ class SegmentTable:
         Raises:
             OSError: EMFILE or ENFILE; nothing was made.
         """
-        self._fds[gen] = segment.create(gen)
-        return self._fds[gen]
+        fd = segment.create(gen)
+        require_free(fd, FOR_SEGMENTS)
+        self._fds[gen] = fd
+        return fd
 
     def fd(self, gen: GenerationId) -> int | None:
         """Return the fd of `gen`, or None if it has no segment (any more)."""
