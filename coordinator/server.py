@@ -77,6 +77,9 @@ MESSAGE_LIMIT_BYTES = 1 << 20
 RESUME_LIMIT_S = 10.0
 """A connection that has not said who it is holds an fd for nobody."""
 
+LOST_PAUSE_S = 1.0
+"""A process that dies closes its socket first; its pidfd follows when it is scheduled again."""
+
 ATTACHED_LIMIT = 64
 """Connections of one process, and sessions it left behind with weights mapped. An honest one has
 one of either; each takes two fds."""
@@ -307,10 +310,22 @@ class Server:
                 log.warning("process %d ended while it filled %r", pid, generation.key)
 
     def _lost(self, connection: Connection, reason: WeightCacheError | None) -> None:
-        """A connection is over. Its process may go on, and goes on being watched."""
+        """A connection is over. Its process may go on, and goes on being watched.
+
+        Whether it died decides what becomes of those who wait for its fill: a build that kills
+        whoever runs it must not be handed to one after the other.
+        """
         self._silent.pop(connection, None)
         session = self._session_of.pop(connection, None)
-        if session is not None:
+        if session is None:
+            return
+        if self.ledger.owned_by(session):
+            self._loop.call_later(LOST_PAUSE_S, self._disconnected, session)
+        else:
+            self._disconnected(session)
+
+    def _disconnected(self, session: SessionId) -> None:
+        if session in self._peers:
             self._close_sources(session)
             self.feed(Disconnected(session))
 
@@ -332,6 +347,7 @@ class Server:
         for connection in [*self._silent, *self._session_of]:
             connection.close()
         for session in list(self._peers):
+            self._disconnected(session)
             self.forget(session)
         if self._timer is not None:
             self._timer.cancel()

@@ -265,6 +265,14 @@ def test_a_connection_that_never_says_who_it_is_has_an_end(path, monkeypatch):
         Peer.close_all()
 
 
+def test_at_its_end_the_server_tells_the_ledger_of_every_session(path):
+    """Also of those that hold a ticket: nobody is left who could be handed another fill."""
+    with served(path) as ended:
+        Peer(path).ticket("k")
+    assert not ended.ledger.requests and not ended.ledger.generations
+    Peer.close_all()
+
+
 # --- too many sources and segments ----------------------------------------------------------------
 
 

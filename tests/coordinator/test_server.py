@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ from shm_store.wire import (
     Reserve,
     Resume,
     Status,
+    Ticket,
     encode,
 )
 from tests.processes import (
@@ -487,23 +490,55 @@ def test_a_loader_that_is_killed_is_in_the_log(path, tmp_path):
 def test_a_worker_that_ends_while_it_fills_is_in_the_log(path):
     coordinator = Coordinator(path)
     watcher = Peer(path, "watcher")
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from tests.processes import Peer\n"
-        "print(Peer(sys.argv[1], 'victim').ticket('k').gen, flush=True); sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, path, str(ROOT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as victim:
-        assert victim.stdout is not None and victim.stdout.readline().strip()
+    with builder(path) as victim:
         victim.kill()
     while watcher.status().generations:
         pass
     code, stderr = coordinator.stop()
     assert code == 0 and f"process {victim.pid} ended while it filled 'k'" in stderr, stderr
+
+
+def test_a_build_that_kills_whoever_runs_it_is_given_to_two_at_most(coordinator):
+    """A dying process closes its socket before its pidfd tells: that is still a death."""
+    watcher, last = Peer(coordinator.socket, "watcher"), Peer(coordinator.socket, "last")
+    with builder(coordinator.socket) as first, builder(coordinator.socket, waits=True) as second:
+        while watcher.generation("k").waiting < 2:
+            pass
+        last.send(Acquire(last.next_rid(), "k", None, "", WAIT_S))
+        for victim in (first, second):
+            assert victim.stdout.readline().startswith("Ticket")
+            victim.kill()
+        assert last.expect(Fail).cause.code == "fill_failed"
+
+
+def test_a_builder_that_lost_its_connection_and_lives_is_replaced(coordinator):
+    first, second = Peer(coordinator.socket, "first"), Peer(coordinator.socket, "second")
+    first.ticket("k")
+    second.send(Acquire(second.next_rid(), "k", None, "", WAIT_S))
+    assert second.generation("k").waiting == 2
+    first.close()
+    assert isinstance(second.expect(Ticket), Ticket)
+
+
+@contextmanager
+def builder(path: str, *, waits: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that asks for the ticket of `k` and says when it has it: now, or some time."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.processes import Peer\n"
+        "print(Peer(sys.argv[1], 'victim').ticket('k'), flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, path, str(ROOT)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            if not waits:
+                assert process.stdout is not None
+                assert select.select([process.stdout], [], [], WAIT_S)[0]
+            yield process
+        finally:
+            process.kill()
 
 
 def test_drain_waits_for_the_last_lease_then_exits(path):
