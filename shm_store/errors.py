@@ -243,7 +243,7 @@ class FillFailed(ResourceError):
     """The process that filled the segment ended before it was done."""
 
     code = "fill_failed"
-    default_remedy = "load again; see the coordinator's log for how the process ended"
+    default_remedy = "load again; if it comes back, see the coordinator's log"
 
 
 class DrainIncomplete(ResourceError):
