@@ -40,7 +40,8 @@ class Places:
         self._loop = loop
         self._limit = limit
         self._waiting: dict[GenerationId, tuple[Hashable, Callable[[], None]]] = {}
-        self._inside: dict[GenerationId, tuple[Hashable, float]] = {}
+        self._inside: dict[GenerationId, tuple[Hashable, asyncio.TimerHandle | None]] = {}
+        """Whose, and what ends the place; None once it has lapsed."""
 
     def enter(self, gen: GenerationId, whose: Hashable, start: Callable[[], None]) -> None:
         """Call `start` when there is a place for `gen`: now or later, unless it leaves before."""
@@ -50,25 +51,34 @@ class Places:
     def leave(self, gen: GenerationId) -> None:
         """Give the place back, or the turn up. May be called again."""
         self._waiting.pop(gen, None)
-        if self._inside.pop(gen, None) is not None and self._waiting:
+        _, timer = self._inside.pop(gen, (None, None))
+        if timer is not None:
+            timer.cancel()
+        if timer is not None and self._waiting:
             # Not from here: a start that fails leaves, and a hundred could fail in a row.
             self._loop.call_soon(self._admit)
 
     def close(self) -> None:
         """Start nothing any more of what waits."""
         self._waiting.clear()
+        for _, timer in self._inside.values():
+            if timer is not None:
+                timer.cancel()
 
     def _admit(self) -> None:
         while self._waiting and self._taken() < self._limit:
             gen = min(self._waiting, key=lambda gen: self._having(self._waiting[gen][0]))
             whose, start = self._waiting.pop(gen)
-            self._inside[gen] = (whose, self._loop.time() + LAPSE_S)
-            self._loop.call_later(LAPSE_S, self._admit)
+            self._inside[gen] = (whose, self._loop.call_later(LAPSE_S, self._lapse, gen))
             start()
 
     def _taken(self) -> int:
-        now_s = self._loop.time()
-        return sum(lapses_s > now_s for _, lapses_s in self._inside.values())
+        return sum(timer is not None for _, timer in self._inside.values())
+
+    def _lapse(self, gen: GenerationId) -> None:
+        whose, _ = self._inside[gen]
+        self._inside[gen] = (whose, None)
+        self._admit()
 
     def _having(self, whose: Hashable) -> int:
         """Return how many are inside for `whose`, those whose place has lapsed included."""

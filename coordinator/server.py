@@ -91,6 +91,14 @@ class Peer:
     pidfd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A connection that has not said who it is: its process, and what ends it if it never does."""
+
+    pid: int
+    timer: asyncio.TimerHandle
+
+
 class Server:
     """Everything of one coordinator that touches a socket."""
 
@@ -100,7 +108,7 @@ class Server:
         self._loop = loop
         self._listener = listener
         self._peers: dict[SessionId, Peer] = {}
-        self._silent: dict[Connection, int] = {}
+        self._silent: dict[Connection, Silent] = {}
         """Accepted, but RESUME has not come; with the pid that connected."""
         self._session_of: dict[Connection, SessionId] = {}
         self._sources: dict[tuple[SessionId, RequestId], int] = {}
@@ -191,12 +199,13 @@ class Server:
             self._executor.segments.fd,
         )
         try:
-            self._silent[connection] = self._allowed_pid(connection.channel)
+            pid = self._allowed_pid(connection.channel)
         except WeightCacheError as error:
             log.warning("a connection is refused: %s", error)
             connection.close(error)
             return
-        self._loop.call_later(RESUME_LIMIT_S, self._end_silence, connection)
+        timer = self._loop.call_later(RESUME_LIMIT_S, self._end_silence, connection)
+        self._silent[connection] = Silent(pid, timer)
 
     def _allowed_pid(self, accepted: Channel) -> int:
         """Return the pid of a peer that may attach.
@@ -220,12 +229,19 @@ class Server:
         return peer.pid
 
     def _attached(self, pid: int) -> int:
-        silent = sum(connected == pid for connected in self._silent.values())
+        silent = sum(silent.pid == pid for silent in self._silent.values())
         return silent + sum(peer.pid == pid for peer in self._peers.values())
 
     def _end_silence(self, connection: Connection) -> None:
-        if connection in self._silent:
-            connection.close(ProtocolViolation(f"no RESUME came within {RESUME_LIMIT_S:g} s"))
+        connection.close(ProtocolViolation(f"no RESUME came within {RESUME_LIMIT_S:g} s"))
+
+    def _spoke(self, connection: Connection) -> int:
+        """Stop waiting for a connection's RESUME. Without its timer the process can sleep."""
+        silent = self._silent.pop(connection, None)
+        if silent is None:
+            return 0
+        silent.timer.cancel()
+        return silent.pid
 
     def _listen_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -262,7 +278,7 @@ class Server:
             raise PlatformUnsupported(
                 f"the peer's process cannot be watched: {error.strerror}"
             ) from error
-        pid = self._silent.pop(connection)
+        pid = self._spoke(connection)
         self._last_session += 1
         session = SessionId(self._last_session)
         self._session_of[connection] = session
@@ -309,7 +325,7 @@ class Server:
 
     def _lost(self, connection: Connection, reason: WeightCacheError | None) -> None:
         """A connection is over. Its process may go on, and goes on being watched."""
-        self._silent.pop(connection, None)
+        self._spoke(connection)
         session = self._session_of.pop(connection, None)
         if session is not None:
             self._log_unfinished(session)

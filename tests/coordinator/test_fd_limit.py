@@ -265,6 +265,15 @@ def test_a_connection_that_never_says_who_it_is_has_an_end(path, monkeypatch):
         Peer.close_all()
 
 
+def test_who_has_said_who_it_is_leaves_nothing_to_wake_up_for(path):
+    """A coordinator that has nothing to do sleeps."""
+    with served(path) as running:
+        Peer(path).status()
+        timers = running.stopped.get_loop()._scheduled  # type: ignore[attr-defined]
+        assert all(timer.cancelled() for timer in timers), timers
+    Peer.close_all()
+
+
 def test_at_its_end_the_server_tells_the_ledger_of_every_session(path):
     """Also of those that hold a ticket: nobody is left who could be handed another fill."""
     with served(path) as ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -15,13 +16,12 @@ class Loop:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.due: list[Timer] = []
 
-    def time(self) -> float:
-        return self.now_s
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.due.append((self.now_s + delay_s, call))
+    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: str) -> Timer:
+        timer = Timer(self, self.now_s + delay_s, partial(call, *arguments))
+        self.due.append(timer)
+        return timer
 
     def call_soon(self, call: Callable[[], None]) -> None:
         self.call_later(0, call)
@@ -29,10 +29,21 @@ class Loop:
     def run(self, until_s: float = 0) -> None:
         """Call what is due, up to so many seconds from now."""
         self.now_s += until_s
-        while ready := [entry for entry in self.due if entry[0] <= self.now_s]:
-            for entry in ready:
-                self.due.remove(entry)
-                entry[1]()
+        while ready := [timer for timer in self.due if timer.at_s <= self.now_s]:
+            for timer in ready:
+                self.due.remove(timer)
+                timer.call()
+
+
+@dataclass(eq=False)
+class Timer:
+    loop: Loop
+    at_s: float
+    call: Callable[[], None]
+
+    def cancel(self) -> None:
+        if self in self.loop.due:
+            self.loop.due.remove(self)
 
 
 class Started:
@@ -132,3 +143,13 @@ def test_closed_it_starts_nothing_any_more(started):
     started.leave("1")
     started.loop.run(2 * LAPSE_S)
     assert started.names == ["1", "2"]
+
+
+def test_nothing_wakes_the_process_for_places_that_were_given_back():
+    started = Started()
+    started.enter("a", "b", "c")
+    for name in ("a", "b"):
+        started.leave(name)
+    started.loop.run()
+    started.leave("c")
+    assert started.loop.due == []
