@@ -3,6 +3,9 @@
 A plain `serve` is read right here, everything else by `commands`. An expected failure is one line
 on standard error and the exit code of its error class, never a traceback.
 
+Output that cannot be written is such a failure; a reader that has gone, as `head` does, needs no
+line. What cannot be said on standard error is dropped, and changes no exit code.
+
     Note on the price of typer
     fact: typer, with the pydantic it needs, takes about 130 ms and 12 MB to import
     consequence: with it a coordinator needs twice the time to its ready line and half again the
@@ -13,11 +16,17 @@ on standard error and the exit code of its error class, never a traceback.
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from shm_store.errors import WeightCacheError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 SOCKET_OPTION = "--socket"
 BUDGET_OPTION = "--ram-budget"
@@ -25,16 +34,31 @@ BUDGET_OPTION = "--ram-budget"
 
 def main() -> None:
     """Run the command line and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a key need not exist in the terminal's encoding
-            stream.reconfigure(errors="backslashreplace")
+    _open_streams()
     try:
-        options = read_serve(sys.argv[1:])
+        try:
+            _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # at the end of the interpreter a failure could not be told
+    except OutputLost as lost:
+        # What is still buffered would fail once more, while the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(lost.__cause__, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
+        from coordinator.display import say
+
+        say(f"standard output cannot be written: {lost}")
+        sys.exit(WeightCacheError.exit_code)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    try:
+        options = read_serve(arguments)
         if options is not None:
             sys.exit(run_coordinator(options.get(SOCKET_OPTION), options.get(BUDGET_OPTION)))
         from coordinator.commands import app
 
-        app(prog_name="weight-cache")
+        app(arguments, prog_name="weight-cache")
     except WeightCacheError as error:
         from coordinator.display import show_error
 
@@ -63,11 +87,68 @@ def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
     from coordinator import server
     from coordinator.config import Config
     from coordinator.memory import parse_size
-    from shm_store.paths import default_socket_path, socket_path
+    from shm_store.errors import ArgumentRefused
+    from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path
 
     budget_bytes = None if ram_budget is None else parse_size(ram_budget)
     path = socket_path(socket)
     if socket is None and path == default_socket_path():
         # A directory that somebody chose is theirs to make; this one nobody else would.
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        folder = os.path.dirname(path)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ArgumentRefused(
+                f"{folder} cannot be made: {error.strerror}",
+                remedy=f"choose a socket with {SOCKET_OPTION} or {SOCKET_VARIABLE}",
+            ) from error
     return server.serve(Config(path, budget_bytes))
+
+
+# --- the standard streams -----------------------------------------------------------------------
+
+
+class OutputLost(Exception):
+    """Standard output cannot be written. The cause says why."""
+
+
+class _Output(io.FileIO):
+    """Standard output. Its failures have a class of their own, to be told from all others."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OutputLost(error.strerror) from error
+
+
+class _Errors(io.FileIO):
+    """Standard error. Whether anybody reads it changes nothing."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _open_streams() -> None:
+    """Make `sys.stdout` and `sys.stderr` ours, unless somebody else has put theirs there."""
+    # Were one of the three fds closed, the next socket or segment would get its number. Writing to
+    # what is opened here fails, as it would without.
+    while (fd := os.open(os.devnull, os.O_RDONLY)) <= 2:
+        pass
+    os.close(fd)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text(_Output(1, "w", closefd=False), sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text(_Errors(2, "w", closefd=False), sys.stderr)
+
+
+def _text(raw: io.FileIO, replaced: TextIO | None) -> TextIO:
+    """Return a stream over `raw` that can show every key, whatever the terminal's encoding."""
+    encoding = None if replaced is None else replaced.encoding  # None where it was closed
+    lines = raw.isatty() or raw.fileno() == 2
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=lines
+    )

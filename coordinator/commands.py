@@ -7,7 +7,6 @@ single command needs is imported there.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,9 +41,6 @@ TIMEOUT_LIMIT_S = 1e9
 DRAIN_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
 
-LONG_LIVED = ("serve", "launch")
-"""Commands that outlive the reader of their output."""
-
 
 class PlainCommand(TyperCommand):
     """A command whose help has arguments by their names: KEY, not `{key}` and `key <str>`."""
@@ -73,7 +69,8 @@ Socket = Annotated[
     str | None,
     typer.Option(
         metavar="PATH",
-        help="The coordinator's socket. Default: WEIGHT_CACHE_SOCKET, else the user's own.",
+        help="The coordinator's socket. Default: WEIGHT_CACHE_SOCKET, or where that is unset or "
+        "empty, the user's own.",
         show_default=False,
     ),
 ]
@@ -113,15 +110,12 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _before(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    if context.invoked_subcommand not in LONG_LIVED:
-        # `weight-cache status | head -1` ends as other commands do, without a word.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    pass  # it is there for its options
 
 
 @app.command(cls=PlainCommand)
@@ -170,7 +164,7 @@ def launch(
     plan = supervisor.Plan(
         command=tuple(command),
         workers=workers,
-        socket=socket,
+        socket=None if socket is None else socket_path(socket),
         ram_budget=ram_budget,
         grace_s=_seconds("--grace", grace),
     )
@@ -212,6 +206,8 @@ def load(
     from shm_store.source import open_source
 
     name = parse_key(key)
+    if not source:
+        raise ArgumentRefused("load takes the path of a file, not an empty one")
     timeout_s = _seconds("--timeout", timeout)
     started_s = time.monotonic()
     with _operator(socket, "load") as operator:

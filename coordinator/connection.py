@@ -7,19 +7,24 @@ and nobody else notices.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import Callable
 
+from coordinator.fd_limit import exhausted
 from shm_store.channel import Channel, frames
-from shm_store.errors import ConnectionLost, WeightCacheError
+from shm_store.errors import ConnectionLost, FdsExhausted, WeightCacheError
 from shm_store.keys import GenerationId, RequestId
-from shm_store.wire import Cause, Fail, Filling, ToSession, encode
+from shm_store.wire import Cause, Fail, Filling, ToLoader, ToSession, encode
 
 BURST = 16
 """Messages read from one peer before the others get their turn."""
 
 LAST_WORDS_LIMIT = 1024
 """More than a socket buffer holds. A forked child may still have the socket and go on talking."""
+
+IN_FLIGHT_PAUSE_S = 0.05
+"""Between two attempts to send an fd; see the note on fds in flight in `channel`."""
 
 
 class Connection:
@@ -28,8 +33,9 @@ class Connection:
     Args:
         receive: called with every message and its fds, which it then owns.
         lost: called once, with the reason, when the connection is over; the channel is closed.
-        segment_fd: gives the fd of a generation at the moment it is sent. Numbers are never
-            queued: by the time a slow peer reads, a number could name something else.
+        fd_of: gives the fd that goes with a message, by generation, at the moment it is sent.
+            Numbers are never queued: by the time a slow peer reads, a number could name something
+            else.
     """
 
     def __init__(
@@ -38,18 +44,18 @@ class Connection:
         channel: Channel,
         receive: Callable[[Connection, bytes, list[int]], None],
         lost: Callable[[Connection, WeightCacheError | None], None],
-        segment_fd: Callable[[GenerationId], int | None],
+        fd_of: Callable[[GenerationId], int | None],
     ) -> None:
         self._loop = loop
         self._receive = receive
         self._lost = lost
-        self._segment_fd = segment_fd
+        self._fd_of = fd_of
         self._outgoing: deque[tuple[bytes, GenerationId | None]] = deque()
         self.channel = channel
         self.open = True
         loop.add_reader(channel.fileno(), self._readable)
 
-    def send(self, message: ToSession, segment: GenerationId | None = None) -> None:
+    def send(self, message: ToSession | ToLoader, segment: GenerationId | None = None) -> None:
         """Send now, or as soon as the peer reads. Progress is not worth waiting for."""
         if not self.open or (self._outgoing and isinstance(message, Filling)):
             return
@@ -58,13 +64,6 @@ class Connection:
             self._outgoing.append((frame, segment if index == 0 else None))
         if not blocked:
             self._flush()
-
-    def send_once(self, message: bytes, fd: int) -> None:
-        """Send the first message of a connection, with an fd that is no segment's."""
-        try:
-            self.channel.send(message, (fd,))
-        except (BlockingIOError, ConnectionLost):
-            pass  # the peer is gone, and whoever watches its process will hear so
 
     def drain_input(self) -> None:
         """Read everything that has arrived: these are the last words of a process that ended."""
@@ -105,6 +104,10 @@ class Connection:
             received = self.channel.receive()
         except BlockingIOError:
             return False
+        except FdsExhausted:
+            # It is ours that are too few, and the peer shall read so.
+            self.close(exhausted("one that was sent to it was lost"))
+            return False
         except WeightCacheError as error:
             self.close(error)
             return False
@@ -116,34 +119,41 @@ class Connection:
 
     def _flush(self) -> None:
         """Send what is queued. While something is left, write instead of reading."""
-        blocked = len(self._outgoing) > 0 and self._send_queued()
+        blocked = self._send_queued()
+        if blocked is not None:
+            self._loop.remove_reader(self.channel.fileno())
+            self._await_room(blocked)
+
+    def _await_room(self, blocked: BlockingIOError) -> None:
+        if blocked.errno == errno.ETOOMANYREFS:
+            self._loop.call_later(IN_FLIGHT_PAUSE_S, self._writable)
+        else:
+            self._loop.add_writer(self.channel.fileno(), self._writable)
+
+    def _writable(self) -> None:
         if not self.open:
             return
         fd = self.channel.fileno()
-        if blocked:
-            self._loop.remove_reader(fd)
-            self._loop.add_writer(fd, self._writable)
-
-    def _writable(self) -> None:
-        if self._send_queued() or not self.open:
-            return
-        fd = self.channel.fileno()
         self._loop.remove_writer(fd)
-        self._loop.add_reader(fd, self._readable)
+        blocked = self._send_queued()
+        if blocked is not None:
+            self._await_room(blocked)
+        else:
+            self._loop.add_reader(fd, self._readable)
 
-    def _send_queued(self) -> bool:
-        """Send until the queue is empty or the socket is full; say whether it is full."""
+    def _send_queued(self) -> BlockingIOError | None:
+        """Send until the queue is empty, or return what blocks it."""
         while self._outgoing:
             frame, segment = self._outgoing[0]
-            fd = None if segment is None else self._segment_fd(segment)
+            fd = None if segment is None else self._fd_of(segment)
             try:
                 self.channel.send_frame(frame, () if fd is None else (fd,))
-            except BlockingIOError:
-                return True
+            except BlockingIOError as blocked:
+                return blocked
             except ConnectionLost:
                 # The peer is gone, but what it had sent before may still be unread: the reader
                 # comes to it, then to the end of file.
                 self._outgoing.clear()
-                return False
+                return None
             self._outgoing.popleft()
-        return False
+        return None

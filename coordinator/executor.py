@@ -17,6 +17,7 @@ from typing import Protocol, assert_never
 
 from coordinator import backing, loader
 from coordinator.connection import Connection
+from coordinator.fd_limit import FOR_SOURCES, REMEDY, described, out_of_fds, require_free
 from coordinator.ledger.events import (
     Back,
     Backed,
@@ -36,15 +37,16 @@ from coordinator.ledger.events import (
     SendSpace,
     StartLoader,
 )
+from coordinator.places import Places
 from coordinator.process_host import Child, ended, ending
-from coordinator.segment_table import SegmentTable
+from coordinator.segment_table import SegmentTable, seal
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import ProtocolViolation, WeightCacheError
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.manifest import Preamble
-from shm_store.segment import fix_size, seal
-from shm_store.wire import Fetch, ToSession, decode, encode, loader_decoder
+from shm_store.segment import fix_size
+from shm_store.wire import Fetch, Reserve, ToSession, decode, loader_decoder
 
 log = logging.getLogger("coordinator")
 
@@ -81,6 +83,10 @@ class Executor:
         self._sessions = sessions
         self._feed = feed
         self._links: dict[GenerationId, Connection] = {}
+        self._sources: dict[GenerationId, int] = {}
+        """What a loader has still to be given, kept though the request that brought it may end."""
+        self._starts = Places(loop)
+        self._backings = Places(loop)
         self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
 
@@ -95,11 +101,13 @@ class Executor:
                     link.send(message, message.gen)
             case StartLoader():
                 self._start_loader(effect)
-            case Back():
-                self._start_backing(effect)
+            case Back(gen):
+                self._backings.enter(gen, None, partial(self._start_backing, effect))
             case Seal():
                 self._start(effect.gen, self._seal(effect))
             case Free(gen):
+                self._backings.leave(gen)
+                self._started(gen)
                 self._start(gen, self._free(gen, dict(self._jobs.get(gen, {}))))
             case Forget(session):
                 self._sessions.forget(session)
@@ -110,8 +118,12 @@ class Executor:
 
     async def close(self) -> None:
         """End every child, wait for what is under way, and close every segment."""
+        self._starts.close()
+        self._backings.close()
         while jobs := {task: child for work in self._jobs.values() for task, child in work.items()}:
             await _end(jobs)
+        for gen in list(self._sources):
+            self._started(gen)
         self.segments.close()
 
     def _start(
@@ -133,26 +145,52 @@ class Executor:
     def _start_loader(self, effect: StartLoader) -> None:
         gen = effect.gen
         try:
+            source = os.dup(self._sessions.source(effect.session, effect.rid))
+            require_free(source, FOR_SOURCES)
+        except OSError as error:
+            self._no_loader(gen, error)
+            return
+        self._sources[gen] = source
+        self._starts.enter(gen, effect.session, partial(self._run_loader, effect))
+
+    def _run_loader(self, effect: StartLoader) -> None:
+        gen = effect.gen
+        try:
             ours, theirs = channel.pair()
         except OSError as error:
-            self._feed(LoaderEnded(gen, f"could not be started: {error.strerror}"))
+            self._no_loader(gen, error)
             return
         ours.setblocking(False)
         try:
             child = Child(loader.command(theirs.fileno()), pass_fds=(theirs.fileno(),))
         except OSError as error:
             ours.close()
-            self._feed(LoaderEnded(gen, f"could not be started: {error.strerror}"))
+            self._no_loader(gen, error)
             return
         finally:
             theirs.close()
         receive = partial(self._loader_said, gen)
-        link = Connection(self._loop, Channel(ours), receive, _ignore, self.segments.fd)
-        # The socket is empty, so this cannot block; if the child is gone already, its end tells.
-        fetch = Fetch(gen, effect.key, effect.source, effect.fingerprint)
-        link.send_once(encode(fetch), self._sessions.source(effect.session, effect.rid))
+        link = Connection(self._loop, Channel(ours), receive, _ignore, self._fd_for_loader)
+        link.send(Fetch(gen, effect.key, effect.source, effect.fingerprint), gen)
         self._links[gen] = link
         self._start(gen, self._await_loader(gen, child, link), child)
+
+    def _no_loader(self, gen: GenerationId, error: OSError) -> None:
+        self._started(gen)
+        reason = f"could not be started: {described(error)}"
+        log.warning("the loader of generation %s %s", gen, reason)
+        self._feed(LoaderEnded(gen, reason))
+
+    def _fd_for_loader(self, gen: GenerationId) -> int | None:
+        """Return what goes with FETCH, then what goes with SPACE."""
+        return self._sources.get(gen, self.segments.fd(gen))
+
+    def _started(self, gen: GenerationId) -> None:
+        """A loader has its source and knows its size; or it is over, or not wanted any more."""
+        self._starts.leave(gen)
+        source = self._sources.pop(gen, None)
+        if source is not None:
+            os.close(source)
 
     def _loader_said(
         self, gen: GenerationId, link: Connection, data: bytes, fds: list[int]
@@ -163,6 +201,8 @@ class Executor:
         except ProtocolViolation as error:
             link.close(error)
             return
+        if isinstance(message, Reserve):
+            self._started(gen)
         self._feed(LoaderSaid(gen, message))
 
     async def _await_loader(self, gen: GenerationId, child: Child, link: Connection) -> None:
@@ -170,6 +210,9 @@ class Executor:
         link.drain_input()
         link.close()
         del self._links[gen]
+        self._started(gen)
+        if code and code != -child.sent:
+            log.warning("the loader of generation %s ended (%s)", gen, ending(code))
         self._feed(LoaderEnded(gen, f"ended ({ending(code)})"))
 
     # --- segments -------------------------------------------------------------------------------
@@ -181,12 +224,16 @@ class Executor:
             command = backing.command(fd, effect.size_bytes)
             child = Child(command, pass_fds=(fd,), stderr=subprocess.PIPE)
         except OSError as error:
-            self._feed(BackingRefused(gen, f"no segment could be made: {error.strerror}"))
+            self._backings.leave(gen)
+            remedy = REMEDY if out_of_fds(error) else None
+            reason = f"no segment could be made: {described(error)}"
+            self._feed(BackingRefused(gen, reason, remedy))
             return
         self._start(gen, self._await_backing(gen, fd, child), child)
 
     async def _await_backing(self, gen: GenerationId, fd: int, child: Child) -> None:
         code = await ended(child)
+        self._backings.leave(gen)
         assert child.process.stderr is not None
         with child.process.stderr as stderr:
             said = stderr.read().decode(errors="replace")

@@ -53,6 +53,8 @@ class Child:
             process_group=0 if own_group else None,
         )
         self._own_group = own_group
+        self.sent = 0
+        """The last signal from here: an end by it is no news."""
         try:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:
@@ -64,6 +66,7 @@ class Child:
         """Send a signal, if it was not reaped."""
         if self.pidfd < 0:
             return
+        self.sent = number
         try:
             if self._own_group:
                 # Until the leader is reaped nobody else can get its pid, or this group.

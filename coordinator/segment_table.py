@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import os
 
+from coordinator.fd_limit import FOR_SEGMENTS, require_free
 from shm_store import segment
+from shm_store.errors import SegmentRefused
 from shm_store.keys import GenerationId
+from shm_store.manifest import Preamble
+
+
+def seal(fd: int, preamble: Preamble) -> None:
+    """Seal a segment, and check that all that was charged is there. Blocks, as `segment.seal`.
+
+    Its filler could punch holes into it, which is no change of size: those who read there would
+    need memory then, and die of SIGBUS without. A sealed segment cannot be punched any more.
+
+    Raises:
+        SegmentRefused: as `segment.seal`; or pages are missing, and it stays sealed.
+    """
+    segment.seal(fd, preamble)
+    missing_bytes = os.fstat(fd).st_size - segment.backed_bytes(fd)
+    if missing_bytes > 0:
+        raise SegmentRefused(
+            f"{missing_bytes} bytes of generation {preamble.gen} were given back by its filler"
+        )
 
 
 class SegmentTable:
@@ -20,8 +40,10 @@ class SegmentTable:
         Raises:
             OSError: EMFILE or ENFILE; nothing was made.
         """
-        self._fds[gen] = segment.create(gen)
-        return self._fds[gen]
+        fd = segment.create(gen)
+        require_free(fd, FOR_SEGMENTS)
+        self._fds[gen] = fd
+        return fd
 
     def fd(self, gen: GenerationId) -> int | None:
         """Return the fd of `gen`, or None if it has no segment (any more)."""

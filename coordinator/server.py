@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import resource
 import signal
 import socket
 import stat
@@ -21,6 +20,15 @@ from dataclasses import dataclass
 from coordinator.config import Config
 from coordinator.connection import Connection
 from coordinator.executor import Executor
+from coordinator.fd_limit import (
+    FOR_CONNECTIONS,
+    FOR_SOURCES,
+    exhausted,
+    out_of_fds,
+    raise_fd_limit,
+    require_free,
+    reserved,
+)
 from coordinator.ledger import apply, new_ledger, next_deadline_s
 from coordinator.ledger.events import (
     Attached,
@@ -37,7 +45,9 @@ from shm_store.errors import (
     ArgumentRefused,
     CoordinatorRunning,
     PeerForbidden,
+    PlatformUnsupported,
     ProtocolViolation,
+    ResourceError,
     VersionMismatch,
     WeightCacheError,
 )
@@ -47,6 +57,7 @@ from shm_store.wire import (
     VERSION,
     Acquire,
     Bye,
+    Cause,
     Fail,
     FromSession,
     Grant,
@@ -63,13 +74,29 @@ EMFILE_PAUSE_S = 1.0
 MESSAGE_LIMIT_BYTES = 1 << 20
 """What a session may say at once: far more than it has to."""
 
+RESUME_LIMIT_S = 10.0
+"""A connection that has not said who it is holds an fd for nobody."""
+
+ATTACHED_LIMIT = 64
+"""Connections of one process, and sessions it left behind with weights mapped. An honest one has
+one of either; each takes two fds."""
+
 
 @dataclass(slots=True)
 class Peer:
     """A session's socket and process, as the server sees them."""
 
     connection: Connection
+    pid: int
     pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A connection that has not said who it is: its process, and what ends it if it never does."""
+
+    pid: int
+    timer: asyncio.TimerHandle
 
 
 class Server:
@@ -81,7 +108,9 @@ class Server:
         self._loop = loop
         self._listener = listener
         self._peers: dict[SessionId, Peer] = {}
-        self._session_of: dict[Connection, SessionId | None] = {}
+        self._silent: dict[Connection, Silent] = {}
+        """Accepted, but RESUME has not come; with the pid that connected."""
+        self._session_of: dict[Connection, SessionId] = {}
         self._sources: dict[tuple[SessionId, RequestId], int] = {}
         self._last_session = 0
         self._events: list[Event] = []
@@ -169,11 +198,50 @@ class Server:
             self._lost,
             self._executor.segments.fd,
         )
-        uid = connection.channel.credentials().uid
-        if uid not in self._allowed_uids:
-            connection.close(PeerForbidden(f"user {uid} may not use this coordinator"))
+        try:
+            pid = self._allowed_pid(connection.channel)
+        except WeightCacheError as error:
+            log.warning("a connection is refused: %s", error)
+            connection.close(error)
             return
-        self._session_of[connection] = None
+        timer = self._loop.call_later(RESUME_LIMIT_S, self._end_silence, connection)
+        self._silent[connection] = Silent(pid, timer)
+
+    def _allowed_pid(self, accepted: Channel) -> int:
+        """Return the pid of a peer that may attach.
+
+        Raises:
+            PeerForbidden: another user.
+            FdsExhausted: what is left is for those who are attached.
+            ResourceError: this process has its share. One that has no pid here, in a namespace of
+                its own, cannot be told from others and is not counted.
+        """
+        peer = accepted.credentials()
+        if peer.uid not in self._allowed_uids:
+            raise PeerForbidden(f"user {peer.uid} may not use this coordinator")
+        if reserved(accepted.fileno(), FOR_CONNECTIONS):
+            raise exhausted("no connection can be taken")
+        if peer.pid and self._attached(peer.pid) >= ATTACHED_LIMIT:
+            raise ResourceError(
+                f"process {peer.pid} is attached {ATTACHED_LIMIT} times already",
+                remedy="attach once per process, and let go of tensors of workers that were closed",
+            )
+        return peer.pid
+
+    def _attached(self, pid: int) -> int:
+        silent = sum(silent.pid == pid for silent in self._silent.values())
+        return silent + sum(peer.pid == pid for peer in self._peers.values())
+
+    def _end_silence(self, connection: Connection) -> None:
+        connection.close(ProtocolViolation(f"no RESUME came within {RESUME_LIMIT_S:g} s"))
+
+    def _spoke(self, connection: Connection) -> int:
+        """Stop waiting for a connection's RESUME. Without its timer the process can sleep."""
+        silent = self._silent.pop(connection, None)
+        if silent is None:
+            return 0
+        silent.timer.cancel()
+        return silent.pid
 
     def _listen_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -200,15 +268,22 @@ class Server:
             )
         try:
             pidfd = connection.channel.open_pidfd()
+            require_free(pidfd, FOR_CONNECTIONS)
         except ProcessLookupError:
             connection.close()
             return
+        except OSError as error:
+            if out_of_fds(error):
+                raise exhausted("there is none to watch the peer's process with") from error
+            raise PlatformUnsupported(
+                f"the peer's process cannot be watched: {error.strerror}"
+            ) from error
+        pid = self._spoke(connection)
         self._last_session += 1
         session = SessionId(self._last_session)
         self._session_of[connection] = session
-        self._peers[session] = Peer(connection, pidfd)
+        self._peers[session] = Peer(connection, pid, pidfd)
         self._loop.add_reader(pidfd, self._process_ended, session)
-        pid = connection.channel.credentials().pid
         self.feed(Attached(session, pid, resume.name, resume.device, resume.role))
 
     def _said(self, session: SessionId, message: FromSession, fds: list[int]) -> None:
@@ -224,6 +299,10 @@ class Server:
         request = (session, message.rid)
         if request in self._sources:
             return  # a replay: its first copy has not been answered yet
+        if reserved(fds[0], FOR_SOURCES):
+            refusal = exhausted(f"the source of {message.key!r} cannot be kept")
+            self.send(session, Fail(message.rid, Cause.of(refusal)), None)
+            return
         self._sources[request] = fds.pop()
         self.feed(Said(session, message, fingerprint))
         if request not in self.ledger.requests:
@@ -233,13 +312,23 @@ class Server:
         """A pidfd is readable. The process's last words come first, then its end, once."""
         self._peers[session].connection.drain_input()
         if session in self._peers:
+            self._log_unfinished(session)
             self._close_sources(session)
             self.feed(SessionEnded(session))
 
+    def _log_unfinished(self, session: SessionId) -> None:
+        for generation in self.ledger.owned_by(session):
+            # A doomed one was said already, or is of no use to anybody.
+            if not (generation.sealing or generation.doomed):
+                pid = self._peers[session].pid
+                log.warning("process %d was lost while it filled %r", pid, generation.key)
+
     def _lost(self, connection: Connection, reason: WeightCacheError | None) -> None:
         """A connection is over. Its process may go on, and goes on being watched."""
+        self._spoke(connection)
         session = self._session_of.pop(connection, None)
         if session is not None:
+            self._log_unfinished(session)
             self._close_sources(session)
             self.feed(Disconnected(session))
 
@@ -258,7 +347,7 @@ class Server:
         self._listener.close()
         for peer in list(self._peers.values()):
             peer.connection.send(Bye())
-        for connection in list(self._session_of):
+        for connection in [*self._silent, *self._session_of]:
             connection.close()
         for session in list(self._peers):
             self.forget(session)
@@ -278,22 +367,26 @@ def serve(config: Config) -> int:
             of its lock.
     """
     logging.basicConfig(format="weight-cache: %(message)s", level=logging.INFO)
-    _raise_fd_limit()
+    raise_fd_limit()
     # Were it inherited as ignored, the kernel would reap our children and keep their exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     lock = _lock(config.socket)
     try:
         _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
         listener = channel.listen(config.socket)
+        bound = os.lstat(config.socket)
         limit = config.ram_budget_bytes
         if limit is None:
             limit = default_ram_budget_bytes()
         try:
             asyncio.run(_serve(config.socket, listener, limit))
         finally:
-            _unlink_socket(config.socket)
+            # Whoever cleans up /tmp may have removed either, and another coordinator made its own.
+            if _is_at(bound, config.socket):
+                os.unlink(config.socket)
     finally:
-        os.unlink(_lock_path(config.socket))
+        if _is_at(os.fstat(lock), _lock_path(config.socket)):
+            os.unlink(_lock_path(config.socket))
         os.close(lock)
     return 0
 
@@ -336,14 +429,14 @@ def _lock(path: str) -> int:
             raise ArgumentRefused(
                 f"{_lock_path(path)} exists and is no lock", remedy="choose another --socket"
             )
-        if _is_at(lock, _lock_path(path)):
+        if _is_at(os.fstat(lock), _lock_path(path)):
             return lock
         os.close(lock)  # the previous owner unlinked it between our open and our lock
 
 
-def _is_at(fd: int, path: str) -> bool:
+def _is_at(ours: os.stat_result, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(ours, os.stat(path))
     except FileNotFoundError:
         return False
 
@@ -362,10 +455,3 @@ def _unlink_socket(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass  # nobody left one behind
-
-
-def _raise_fd_limit() -> None:
-    """Use all the fds this process may have: one per segment, session and request."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

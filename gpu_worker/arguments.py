@@ -38,18 +38,30 @@ def asked(
             "version= goes with build=: a source's version is the file's own",
             remedy="leave version= out: a file that changes is noticed",
         )
-    if not isinstance(source, str | os.PathLike):
+    place = os.path.abspath(path("source", source))
+    return Ask(name, place, None), Origin("source", place)
+
+
+def path(argument: str, value: object) -> str:
+    """Return `value` as text if it is a path."""
+    if not isinstance(value, str | bytes | os.PathLike):
         raise ArgumentRefused(
-            f"source= is a path, not of type {type(source).__name__}",
-            remedy="pass the path of a .safetensors file, as str or pathlib.Path",
+            f"{argument}= is a path, not of type {type(value).__name__}",
+            remedy="pass it as str or pathlib.Path",
         )
-    path = os.fspath(source)
-    if not isinstance(path, str):
+    place = os.fspath(value)
+    if not isinstance(place, str):
         raise ArgumentRefused(
-            "source= is a path in text, not in bytes", remedy="pass os.fsdecode(path)"
+            f"{argument}= is a path in text, not in bytes", remedy="pass os.fsdecode(path)"
         )
-    path = os.path.abspath(path)
-    return Ask(name, path, None), Origin("source", path)
+    try:
+        os.fsencode(place)
+    except UnicodeEncodeError as error:
+        raise ArgumentRefused(
+            f"{argument}={place!r} cannot be the name of a file: {error.reason}",
+            remedy="pass os.fsdecode(path) of its name in bytes",
+        ) from error
+    return place
 
 
 def check_factory(argument: str, factory: object) -> None:
@@ -66,6 +78,24 @@ def check_factory(argument: str, factory: object) -> None:
     if not callable(factory):
         raise ArgumentRefused(
             f"{argument}= is a function, not of type {type(factory).__name__}", remedy=remedy
+        )
+
+
+def check_progress(progress: object) -> None:
+    """Refuse what cannot be called; None is nobody to call."""
+    if progress is not None and not callable(progress):
+        raise ArgumentRefused(
+            f"progress= is a function, not of type {type(progress).__name__}",
+            remedy="pass a function of the bytes filled and the bytes in all, or leave it out",
+        )
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Refuse what is neither True nor False: it would be compared with what is."""
+    if not isinstance(value, bool):
+        raise ArgumentRefused(
+            f"{argument}= is True or False, not of type {type(value).__name__}",
+            remedy=f"pass {argument}=True or {argument}=False",
         )
 
 

@@ -12,13 +12,15 @@ Rules
     fact: a forked child has this object, but neither thread, and any lock may be held in it for
     ever
     consequence: using it there would hang, or speak in the parent's name
-    choice: refuse by pid before any lock is touched; the at-fork hook only closes fds
-    cost: one getpid() per call
+    choice: refuse by pid before any lock is touched, at the start of a call and after each callback
+    in it; the at-fork hook only closes fds
+    cost: a few getpid() per call
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -26,6 +28,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,11 +36,11 @@ from gpu_worker.connection import Connection
 from gpu_worker.keeper import Keeper
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Granted, Progress, Reply, Request
+from gpu_worker.waits import refuse_fork, steps
 from shm_store.channel import close_all
 from shm_store.errors import (
     CallerError,
     Draining,
-    ForkedProcess,
     LoadTimeout,
     NoCoordinator,
     ProtocolViolation,
@@ -89,7 +92,7 @@ SOURCE_NAME_LIMIT = 4096
 class Client:
     """One session and its connection. Thread-safe.
 
-    `workers` counts who shares it; `registry` owns that number.
+    `workers` are those who share it and live; `registry` owns that set.
     """
 
     def __init__(self, path: str, unused: Callable[[Client], object]) -> None:
@@ -100,7 +103,7 @@ class Client:
         """
         self.path = path
         self.pid = os.getpid()
-        self.workers = 0
+        self.workers: weakref.WeakSet[object] = weakref.WeakSet()
         self._opening = threading.RLock()
         self._opened = False
         self.keeper = Keeper(self._end)
@@ -195,9 +198,9 @@ class Client:
                 if kept:
                     self.keeper.call_settled(functools.partial(done.put, None))
             if kept:
-                done.get(timeout=timeout_s)
+                self._wait_for_keeper(done, timeout_s)
             self._round_trip(max(0.0, timeout_s - (time.monotonic() - started_s)))
-        except (queue.Empty, LoadTimeout):
+        except LoadTimeout:
             raise ResourceError(
                 f"what was let go of had not taken effect after {timeout_s:g} s",
                 remedy="see `weight-cache status`, or flush again with a longer timeout=",
@@ -211,8 +214,7 @@ class Client:
             CallerError: called by a finalizer or a signal handler inside another call, or in one
                 of the session's own threads.
         """
-        if os.getpid() != self.pid:
-            raise ForkedProcess("this worker was attached by the parent of this process")
+        refuse_fork(self.pid)
         if owned(self._lock) or self._connection.runs_here or self.keeper.runs_here:
             refuse_reentry()
 
@@ -270,7 +272,7 @@ class Client:
         while True:
             match request.next():
                 case Granted() as granted:
-                    return granted
+                    return dataclasses.replace(granted, left_s=request.left_s)
                 case Filling(_, done_bytes, total_bytes) if request.progress is not None:
                     request.progress(done_bytes, total_bytes)
                 case Ticket(_, gen) if ask.build is not None:
@@ -293,6 +295,7 @@ class Client:
             plan = publish.plan(build())
         finally:
             request.builder = None
+        refuse_fork(self.pid)
         if not plan.groups:
             logger.warning(
                 "weight-cache: %r: build= returned no tensor; others get nothing either, until "
@@ -308,6 +311,14 @@ class Client:
             publish.fill(request.space_fd, plan)
         finally:
             request.close_space()
+
+    def _wait_for_keeper(self, done: queue.SimpleQueue[None], timeout_s: float) -> None:
+        for step_s in steps(timeout_s, self.pid):
+            try:
+                return done.get(timeout=step_s)
+            except queue.Empty:
+                continue
+        raise LoadTimeout("the keeper is not through with its queue")
 
     def _round_trip(self, timeout_s: float) -> None:
         request = Request(None, timeout_s, timeout_s)
@@ -337,6 +348,8 @@ class Client:
 
     def _give_up(self, request: Request) -> None:
         """Nobody waits any more. Before SPACE that is CANCEL, or ABORT of a ticket; then ABORT."""
+        if os.getpid() != self.pid:
+            return  # it is the parent's, which goes on with it
         request.close_space()
         with self._lock:
             request.wanted = False

@@ -14,6 +14,7 @@ Knows no message's meaning. What arrives goes to `take`, in order; the end goes 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from shm_store.channel import Channel, close_all, connect, frames
+from shm_store.channel import TOO_MANY_UNDER_WAY, Channel, close_all, connect, frames
 from shm_store.errors import ConnectionLost, FdsExhausted, WeightCacheError, WorkerClosed
 from shm_store.wire import AnyMessage, encode
 
@@ -95,7 +96,8 @@ class Connection:
 
         Raises:
             ArgumentRefused: the message cannot be encoded. Nothing was sent.
-            FdsExhausted: the socket is full, and an fd could not be kept for later.
+            FdsExhausted: the socket is full, and an fd could not be kept for later; or this user
+                has too many under way. Nothing was sent.
         """
         channel = self._channel
         if channel is None:
@@ -105,8 +107,10 @@ class Connection:
                 try:
                     channel.send_frame(frame, carried)
                     continue
-                except BlockingIOError:
-                    pass
+                except BlockingIOError as error:
+                    if error.errno == errno.ETOOMANYREFS:
+                        # Nobody could tell the reader when to try again.
+                        raise FdsExhausted(TOO_MANY_UNDER_WAY) from error
                 except ConnectionLost as error:
                     self._break(channel, error)
                     return

@@ -1,27 +1,40 @@
 """The loads under way in one worker: one per key, which others wait for.
 
-The owner of a flight is the thread that made it; it lands when its load has succeeded or failed.
+The owner of a flight is the thread that made it; it is over when its load has succeeded or failed.
 Waits that could never end are refused: for oneself, around a circle of `build`s, and from inside a
 skeleton, where every other load waits for this thread to be done with its module.
+
+    Note on exceptions from outside
+    fact: KeyboardInterrupt comes at the start of a function, after a call, or at the end of a round
+    of a loop, also in a `finally`; a plain store there is never kept from happening
+    consequence: landing, which takes a lock and wakes others, may not happen at all
+    choice: the owner says by a store that it is `over`; landing only makes that known sooner
+    cost: who waits for a flight that did not land notices at its next step
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 
+from gpu_worker.waits import steps
 from shm_store.errors import CallerError, LoadTimeout
 from shm_store.keys import Key
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One thread's load of one key. `in_skeleton` while it builds the module."""
+    """One thread's load of one key. `in_skeleton` while it builds the module.
+
+    Its owner sets `over` in a `finally`, in front of any call, and then has it landed.
+    """
 
     key: Key
     thread: int = field(default_factory=threading.get_ident)
     landed: threading.Event = field(default_factory=threading.Event)
     in_skeleton: bool = False
+    over: bool = False
 
 
 class Flights:
@@ -29,15 +42,21 @@ class Flights:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
+        self._pid = os.getpid()
         self._flights: dict[Key, Flight] = {}
         self._waits: dict[int, Flight] = {}
 
     def board(self, mine: Flight) -> Flight:
         """Return the flight of a key: the one under way, or else `mine`. The lock is held."""
-        return self._flights.setdefault(mine.key, mine)
+        flight = self._flights.get(mine.key)
+        if flight is None or flight.over:
+            flight = self._flights[mine.key] = mine
+        return flight
 
     def land(self, mine: Flight) -> None:
-        """End `mine`, if it ever began, and wake those who wait for it."""
+        """Forget `mine`, which is over, if it ever began, and wake those who wait for it."""
+        if os.getpid() != self._pid:
+            return  # the lock may be held for ever here, and nobody waits
         with self._lock:
             if self._flights.get(mine.key) is mine:
                 del self._flights[mine.key]
@@ -49,18 +68,21 @@ class Flights:
         Raises:
             CallerError: it waits for this thread, so neither would ever end.
             LoadTimeout: it takes longer than `left_s`.
+            ForkedProcess: this is a forked child, where nobody lands it.
         """
         thread = threading.get_ident()
         try:
             with self._lock:
                 step: Flight | None = flight
-                while step is not None:
+                while step is not None and not step.over:
                     if step.thread == thread:
                         raise CallerError(f"the load of {step.key!r} waits for itself")
                     step = self._waits.get(step.thread)
                 self._waits[thread] = flight
-            if not flight.landed.wait(left_s):
-                raise LoadTimeout(f"{flight.key!r} was not ready in time: another thread loads it")
+            for step_s in steps(left_s, self._pid):
+                if flight.over or flight.landed.wait(step_s):
+                    return
+            raise LoadTimeout(f"{flight.key!r} was not ready in time: another thread loads it")
         finally:
             self._waits.pop(thread, None)
 
@@ -72,7 +94,7 @@ class Flights:
         """
         thread = threading.get_ident()
         for flight in self._flights.values():
-            if flight.in_skeleton and flight.thread == thread:
+            if flight.in_skeleton and flight.thread == thread and not flight.over:
                 raise CallerError(
                     f"the skeleton of {flight.key!r} loads {key!r}",
                     remedy="load that first, and use it in the skeleton",

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gpu_worker.records import ClaimId, LockId
+from shm_store.errors import CallerError
 from shm_store.keys import GenerationId, Key
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ModelHandle:
         self._worker = worker
         self._claim = claim
         end = functools.partial(_end_claim, weakref.ref(worker), claim)
-        self._finalizer = weakref.finalize(self, worker._finalizers.put, end)
+        self._finalizer = weakref.finalize(self, worker._finalizers.queue.put, end)
         self._finalizer.atexit = False
 
     def __enter__(self) -> torch.nn.Module:
@@ -58,7 +59,14 @@ class ModelHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._worker._unlock_last(self._claim)
+        chosen: list[LockId] = []
+        try:
+            self._worker._unlock_last(self._claim, chosen)
+        except CallerError:
+            raise
+        except BaseException:  # from outside, such as KeyboardInterrupt, at any point of it
+            self._worker._unlock_last(self._claim, chosen)
+            raise
 
     def close(self) -> None:
         """End the claim. Locks made through it go on. May be called again, in any thread."""

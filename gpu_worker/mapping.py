@@ -15,8 +15,8 @@ Rules:
     fact: a finalizer runs in whatever thread dropped the last reference, inside any lock, and even
     inside another call of this module, if a garbage collection starts there
     consequence: it may take no lock and call nothing that could wait
-    choice: it is `SimpleQueue.put`, which is reentrant, and nothing else; never at interpreter
-    exit, where live tensors would lose their bytes and the process its life
+    choice: it is `SimpleQueue.put`, which is reentrant, and nothing else, called by the reference
+    itself: in the Python code of `weakref.finalize` an interrupt could come first, and lose it
     cost: a keeper thread has to be there
 
     Note on fork
@@ -102,15 +102,26 @@ class Mapping:
 
     __slots__ = ("address", "buffer", "gen", "key", "lease", "size_bytes")
 
-    def __init__(self, gen: GenerationId, key: Key, lease: LeaseId, buffer: Buffer) -> None:
-        """Describe the map that `buffer` is made over, without keeping it alive."""
+    def __init__(
+        self,
+        gen: GenerationId,
+        key: Key,
+        lease: LeaseId,
+        buffer: Buffer,
+        ended: SimpleQueue[Mapping],
+    ) -> None:
+        """Describe the map that `buffer` is made over, without keeping it alive.
+
+        Whoever makes it keeps it for as long as `buffer` lives; then it goes into `ended`.
+        """
         self.gen = gen
         self.key = key
         self.lease = lease
         """The id to release once the bytes are unmapped. A later grant replaces it."""
         self.address = ctypes.addressof(buffer)
         self.size_bytes = len(buffer)
-        self.buffer = weakref.ref(buffer)
+        # `put` ignores its second argument, which is the reference here.
+        self.buffer = weakref.ref(buffer, functools.partial(ended.put, self))
 
 
 class MappingTable:
@@ -201,8 +212,7 @@ class MappingTable:
                 f"the segment granted as generation {gen} says it is {preamble.gen}"
             )
         buffer = map_segment(fd, size_bytes)
-        mapping = Mapping(gen, preamble.key, lease, buffer)
-        weakref.finalize(buffer, self._ended.put, mapping).atexit = False
+        mapping = Mapping(gen, preamble.key, lease, buffer, self._ended)
         self._mappings[gen] = mapping
         self._count += 1
         return buffer

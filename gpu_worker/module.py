@@ -7,16 +7,24 @@ is still missing or on the meta device. Nothing is handed out before that.
     fact: accelerate's `init_empty_weights` patches `torch.nn.Module` for the whole process; a
     parameter that another thread assigns meanwhile lands on the meta device
     consequence: construction and assignment must never overlap
-    choice: one lock around both. It is not reentrant: a skeleton that assembles another module
-    would find everything patched, so that is refused
-    cost: modules are assembled one after the other; threads that build modules outside of this
-    package are not protected
+    choice: one lock around both, and a patch that works in its own thread only. The lock is not
+    reentrant: a skeleton that assembles another module would find everything patched, so that is
+    refused
+    cost: modules are assembled one after the other
+
+    Note on fork
+    fact: a child that another thread forks during a skeleton has the patch and the held lock, and
+    nobody to take them away
+    consequence: it could assemble nothing, and what a thread of it builds may land on meta
+    choice: an at-fork hook makes a new lock, and takes the patch away
+    cost: none
 """
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import re
 import threading
 from collections import defaultdict
@@ -28,7 +36,8 @@ import torch
 from gpu_worker import mapping
 from gpu_worker.mapping import Buffer
 from gpu_worker.reentry import owned
-from shm_store.errors import ArgumentRefused, WeightsMissing, listed
+from gpu_worker.waits import steps
+from shm_store.errors import ArgumentRefused, LoadTimeout, WeightsMissing, listed
 from shm_store.keys import Key
 from shm_store.manifest import Kind
 
@@ -40,6 +49,10 @@ _MISMATCH = re.compile(
 
 _construction = threading.RLock()
 
+_unpatched: Callable[..., None] | None = None
+"""What `register_parameter` is without the patch, while that may be on. `_construction` guards it.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
@@ -50,7 +63,11 @@ class Assembled:
 
 
 def assemble(
-    key: Key, skeleton: Callable[[], torch.nn.Module], buffer: Buffer, train: bool = False
+    key: Key,
+    skeleton: Callable[[], torch.nn.Module],
+    buffer: Buffer,
+    train: bool = False,
+    left_s: float | None = None,
 ) -> Assembled:
     """Return `skeleton()` with the weights in `buffer` as its parameters and buffers. Zero-copy.
 
@@ -60,6 +77,7 @@ def assemble(
             the weights do not hold keep their values.
         buffer: the mapped segment. The module keeps it.
         train: leave the module in the mode it was built in, instead of calling `eval()`.
+        left_s: how long to wait for another thread that builds a module; None is for ever.
 
     Returns:
         The module, no parameter of which requires a gradient.
@@ -69,10 +87,10 @@ def assemble(
         ArgumentRefused: shapes differ, the skeleton is no module, it leaves buffers on the meta
             device, or it assembles a module itself.
         SegmentRefused: the manifest lies.
+        LoadTimeout: another thread builds its module for longer than `left_s`.
         Whatever `skeleton` raises. In all cases nothing stays patched or locked.
     """
-    # Slow to import, so not under the lock.
-    from accelerate import init_empty_weights
+    import accelerate  # noqa: F401  # slow, so not under the lock
 
     state = mapping.tensors(buffer)
     apart = {
@@ -87,26 +105,69 @@ def assemble(
             "skeleton= assembles another module while it builds its own",
             remedy="load the other weights first, and use their module in the skeleton",
         )
-    with _construction:
-        full = torch.nn.Module.register_parameter
-        with init_empty_weights(include_buffers=False):
-            _patch_this_thread_only(full)
-            module = skeleton()
-        _check_module(module)
-        module.requires_grad_(False)
-        ties = _ties(module)
-        missing, unexpected = _assign(key, module, state)
-        unexpected += _assign_buffers(key, module, apart)
-        _tie_equal(module, region)
-        _tie_as_built(module, ties, region)
-        # By object: a tie may move what it ties, as transformers does when it pads a bias.
-        held = [tensor for tensor in _named(module).values() if tensor.data_ptr() in region]
-        _tie_by_method(module, missing)
-        _refuse_incomplete(key, module, missing, held, unexpected)
-        module.requires_grad_(False)
+    # By name: in a forked child `_construction` may be another one when this is done.
+    lock, taken = _construction, False
+    try:
+        for step_s in steps(left_s, os.getpid()):
+            taken = True  # an exception from outside may come before acquire() has said so
+            taken = lock.acquire(timeout=step_s)
+            if taken:
+                break
+        else:
+            raise LoadTimeout(
+                f"the weights of {key!r} are here, but it was not ready in time: another thread "
+                "builds a module, and there can be only one at a time"
+            )
+        module, unexpected = _construct(key, skeleton, state, apart, region)
+    finally:
+        if taken:
+            try:
+                lock.release()
+            except RuntimeError:
+                pass  # it was not: the exception came first
     if not train:
         module.eval()
     return Assembled(module, tuple(unexpected))
+
+
+def _construct(
+    key: Key,
+    skeleton: Callable[[], torch.nn.Module],
+    state: dict[str, torch.Tensor],
+    apart: dict[str, torch.Tensor],
+    region: range,
+) -> tuple[torch.nn.Module, list[str]]:
+    """Return the module, and the names it does not know. `apart` are buffers no state dict has."""
+    module = _build_empty(skeleton)
+    _check_module(module)
+    module.requires_grad_(False)
+    ties = _ties(module)
+    missing, unexpected = _assign(key, module, state)
+    unexpected += _assign_buffers(key, module, apart)
+    _tie_equal(module, region)
+    _tie_as_built(module, ties, region)
+    # By object: a tie may move what it ties, as transformers does when it pads a bias.
+    held = [tensor for tensor in _named(module).values() if tensor.data_ptr() in region]
+    _tie_by_method(module, missing)
+    _refuse_incomplete(key, module, missing, held, unexpected)
+    module.requires_grad_(False)
+    return module, unexpected
+
+
+def _build_empty(skeleton: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Return `skeleton()`, whose parameters get no memory."""
+    from accelerate import init_empty_weights
+
+    global _unpatched
+    full = _unpatched = torch.nn.Module.register_parameter
+    try:
+        with init_empty_weights(include_buffers=False):
+            _patch_this_thread_only(full)
+            return skeleton()
+    finally:
+        # An exception from outside may have kept the context manager from it.
+        torch.nn.Module.register_parameter = full  # type: ignore[method-assign]
+        _unpatched = None
 
 
 def _patch_this_thread_only(full: Callable[..., None]) -> None:
@@ -258,3 +319,14 @@ def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
 def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, tensor)
+
+
+def _forget_inherited() -> None:
+    """In a forked child: start with an unheld lock, and without another thread's patch."""
+    global _construction
+    _construction = threading.RLock()
+    if _unpatched is not None:
+        torch.nn.Module.register_parameter = _unpatched  # type: ignore[method-assign]
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

@@ -6,6 +6,7 @@ Knows their number, their end, and what becomes of them at fork and at interpret
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import weakref
@@ -20,10 +21,10 @@ _clients: dict[str, Client] = {}
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def share(path: str, name: str, device: str) -> Client:
+def share(path: str, name: str, device: str, worker: object) -> Client:
     """Return the connection to the coordinator on `path`, made by the first who asks.
 
-    The caller counts as one of its workers until it calls `leave`.
+    `worker` shares it until it leaves or is gone, by whatever exception.
 
     Raises:
         WeightCacheError: as `Client.open`.
@@ -35,26 +36,40 @@ def share(path: str, name: str, device: str) -> Client:
             if client is None or client.ended:
                 client = _clients[place] = Client(path, _close_if_unused)
                 _alive.add(client)
-            client.workers += 1
+            # In this order: of the callbacks of weak references, the newest is called first.
+            _look_after(worker, client)
+            client.workers.add(worker)
         try:
             # Whoever comes first opens it, and not whoever made it: that one may be gone by now,
             # by an exception from outside.
             mine = client.open(name, device)
         except BaseException:
-            leave(client)
+            leave(client, worker)
             raise
         if not client.ended:
             return client
-        leave(client)
+        leave(client, worker)
         if mine:
             raise ConnectionLost(f"the coordinator on {path} went away while attaching")
 
 
-def leave(client: Client) -> None:
+def shares(client: Client, worker: object) -> bool:
+    """Say whether `worker` has not left `client`."""
+    with _registry:
+        return worker in client.workers
+
+
+def leave(client: Client, worker: object) -> None:
     """Stop sharing `client`. Without workers it ends when nothing of it is mapped any more."""
     with _registry:
-        client.workers -= 1
+        client.workers.discard(worker)
     _close_if_unused(client)
+
+
+def _look_after(worker: object, client: Client) -> None:
+    """Have the keeper look whether `client` is unused once `worker` is gone without leaving."""
+    check = functools.partial(_close_if_unused, client)
+    weakref.finalize(worker, client.keeper.queue.put, check).atexit = False
 
 
 def _close_if_unused(client: Client) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, RequestId
 from shm_store.wire import Filling, Flushed, Space, Ticket
@@ -41,10 +42,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A generation and its mapped bytes. The lease ends with the last use of `buffer`."""
+    """A generation and its mapped bytes. The lease ends with the last use of `buffer`.
+
+    `left_s` is what its asker may still wait; None is for ever.
+    """
 
     gen: GenerationId
     buffer: Buffer
+    left_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,21 +77,27 @@ class Request:
     space: bool = False
     space_fd: int = -1
     builder: int | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def next(self) -> Step:
         """Wait for what comes next, and return it; raise the error that is the final answer.
 
         Raises:
             LoadTimeout: the time is up, and nothing has come.
+            ForkedProcess: this is a forked child, where nothing will come.
         """
         started_s = time.monotonic()
-        try:
-            reply = self.inbox.get(timeout=self.left_s)
-        except queue.Empty:
+        for step_s in steps(self.left_s, self.pid):
+            try:
+                reply = self.inbox.get(timeout=step_s)
+                break
+            except queue.Empty:
+                continue
+        else:
             raise LoadTimeout(
                 f"{self.key!r} was not ready after {self.timeout_s:g} s, and the coordinator has "
                 "not said why"
-            ) from None
+            )
         if self.left_s is not None:
             self.left_s = max(0.0, self.left_s - (time.monotonic() - started_s))
         if isinstance(reply, WeightCacheError):

@@ -19,7 +19,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,11 +32,11 @@ from gpu_worker.keeper import Keeper
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Progress
+from gpu_worker.waits import refuse_fork
 from shm_store.errors import (
     ArgumentRefused,
     CallerError,
     CoordinatorLost,
-    ForkedProcess,
     ResourceError,
     WorkerClosed,
     listed,
@@ -71,7 +70,7 @@ def attach(
             program's name.
 
     Raises:
-        ArgumentRefused: an unknown device, or a name that cannot be sent.
+        ArgumentRefused: an unknown device, a name that cannot be sent, or no path.
         NoCoordinator: nobody answers on the socket.
         PeerForbidden: this user may not use that coordinator.
         VersionMismatch: it speaks another version.
@@ -86,7 +85,9 @@ def attach(
         name = arguments.program_name()
     else:
         name = arguments.text("name", name, arguments.NAME_LIMIT)
-    return Worker(registry.share(socket_path(socket), name, str(device)))
+    if socket is not None:
+        socket = arguments.path("socket", socket)
+    return Worker(socket_path(socket), name, str(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,14 @@ class Worker:
     signal handler calls it in the middle of another call.
     """
 
-    def __init__(self, client: Client) -> None:
-        """Take over one share in `client`."""
-        self._client = client
+    def __init__(self, path: str, name: str, device: str) -> None:
+        """Share the connection to the coordinator on `path`."""
+        self._client: Client = registry.share(path, name, device, self)
         self._lock = threading.RLock()
         self._records: Records[_Loaded] = Records()
         self._flights = Flights(self._lock)
         self._ids = itertools.count(1)
         """Of claims and locks."""
-        leave = functools.partial(registry.leave, client)
-        self._leave = weakref.finalize(self, client.keeper.put, leave)
-        self._leave.atexit = False
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -170,6 +168,7 @@ class Worker:
         """
         ask, _ = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
+        arguments.check_progress(progress)
         self._check_caller(waits=True)
         if self._records.closed:
             raise WorkerClosed("the worker was shut down")
@@ -214,6 +213,8 @@ class Worker:
         ask, origin = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
         arguments.check_factory("skeleton", skeleton)
+        arguments.check_progress(progress)
+        arguments.check_flag("train", train)
         self._check_caller(waits=True)
         handle = ModelHandle(self, ask.key, ClaimId(next(self._ids)))
         wish = _Wish(ask, origin, skeleton, train, progress)
@@ -299,13 +300,12 @@ class Worker:
         with self._lock:
             dropped = self._records.close()
         del dropped
-        if self._leave.alive:
+        if registry.shares(self._client, self):
             try:
                 self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
             except (CoordinatorLost, ResourceError, WorkerClosed) as error:
                 logger.info("shut down without the coordinator's word: %s", error)
-            if self._leave.detach():
-                registry.leave(self._client)
+            registry.leave(self._client, self)
         with self._lock:
             return self._records.held()
 
@@ -343,6 +343,7 @@ class Worker:
                     return self._load(claim, wish, left_s, mine)
                 self._flights.wait(flight, left_s)
         finally:
+            mine.over = True  # first, see the note in `flights`
             self._flights.land(mine)
 
     def _load(
@@ -358,7 +359,8 @@ class Worker:
         from gpu_worker import module
 
         flight.in_skeleton = True
-        assembled = module.assemble(key, wish.skeleton, granted.buffer, wish.train)
+        assembled = module.assemble(key, wish.skeleton, granted.buffer, wish.train, granted.left_s)
+        refuse_fork(self._client.pid)
         if assembled.unexpected:
             logger.info(
                 "weight-cache: %r: the weights have %d tensor(s) that the skeleton does not use: "
@@ -391,14 +393,19 @@ class Worker:
         """End a lock, if it is one."""
         self._settle(functools.partial(self._records.unlock, lock))
 
-    def _unlock_last(self, claim: ClaimId) -> None:
-        """End the newest lock made through `claim`. Raises CallerError if there is none."""
+    def _unlock_last(self, claim: ClaimId, chosen: list[LockId]) -> None:
+        """End the newest lock made through `claim`. Raises CallerError if there is none.
+
+        `chosen` is empty, and gets that lock; called again with it, this ends no other one.
+        """
 
         def end() -> list[_Loaded]:
-            lock = self._records.last_lock(claim)
-            if lock is None:
-                raise CallerError("the handle is left more often than it was entered")
-            return self._records.unlock(lock)
+            if not chosen:
+                lock = self._records.last_lock(claim)
+                if lock is None:
+                    raise CallerError("the handle is left more often than it was entered")
+                chosen.append(lock)
+            return self._records.unlock(chosen[0])
 
         self._settle(end)
 
@@ -422,7 +429,7 @@ class Worker:
         """Refuse a caller that could only hang, or that this worker does not belong to."""
         if waits:
             self._client.check_caller()
-        elif os.getpid() != self._client.pid:
-            raise ForkedProcess("this worker was attached by the parent of this process")
+        else:
+            refuse_fork(self._client.pid)
         if owned(self._lock):
             refuse_reentry()

@@ -17,6 +17,13 @@ takes no more memory than its bytes.
     consequence: taking the reset for the end loses its last frames (a RELEASE, a COMMIT)
     choice: after a reset, read on until end of file
     cost: none
+
+    Note on fds under way
+    fact: a user without privileges may have no more fds in messages that nobody has read, all its
+    processes together, than the one that sends may have open; then it gets ETOOMANYREFS
+    consequence: whoever does not read would end the connections of others, if that were an end
+    choice: it is a full socket, of which nothing was sent; a blocking one cannot wait for that
+    cost: poll() finds room, so who is to send again must not rely on it alone
 """
 
 from __future__ import annotations
@@ -45,6 +52,8 @@ FRAME_LIMIT_BYTES = 64 * 1024
 MESSAGE_LIMIT_BYTES = 32 * 1024 * 1024
 FDS_LIMIT = 16
 """No message carries more; the kernel's own bound is 253 (SCM_MAX_FD)."""
+
+TOO_MANY_UNDER_WAY = "this user's processes have too many fds under way to be sent another"
 
 _LAST = b"\0"
 _MORE = b"\1"
@@ -96,15 +105,22 @@ class Channel:
 
         Raises:
             ConnectionLost: the peer is gone.
+            FdsExhausted: this user has too many fds under way. What is to carry fds was not sent.
         """
         for frame, carried in frames(message, fds):
-            self.send_frame(frame, carried)
+            try:
+                self.send_frame(frame, carried)
+            except BlockingIOError as error:
+                if not self.socket.getblocking():
+                    raise
+                raise FdsExhausted(TOO_MANY_UNDER_WAY) from error
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send one frame made by `frames`.
 
         Raises:
-            BlockingIOError: the socket is non-blocking and full; nothing was sent.
+            BlockingIOError: the socket is non-blocking and full, or, with the errno ETOOMANYREFS,
+                this user has too many fds under way; nothing was sent.
             ConnectionLost: the peer is gone, or this socket was closed.
         """
         try:
@@ -116,6 +132,8 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise BlockingIOError(error.errno, error.strerror) from error
             raise ConnectionLost(f"a frame could not be sent: {error.strerror}") from error
 
     def receive(self) -> tuple[bytes, list[int]] | None:

@@ -140,7 +140,6 @@ class InUse(CallerError):
     """The weights are leased or pinned, so they cannot be evicted. `holders` says by whom."""
 
     code = "in_use"
-    default_remedy = "let the holders finish, see `weight-cache status`; `weight-cache unpin` a pin"
 
     def __init__(
         self,
@@ -244,7 +243,7 @@ class FillFailed(ResourceError):
     """The process that filled the segment ended before it was done."""
 
     code = "fill_failed"
-    default_remedy = "load again; see the coordinator's log for how the process ended"
+    default_remedy = "load again; if it comes back, see the coordinator's log"
 
 
 class DrainIncomplete(ResourceError):

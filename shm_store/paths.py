@@ -36,7 +36,21 @@ def default_socket_path() -> str:
 
 
 def socket_path(chosen: str | os.PathLike[str] | None = None) -> str:
-    """Return `chosen`, else what WEIGHT_CACHE_SOCKET says, else the default."""
-    if chosen is not None:
-        return os.fspath(chosen)
-    return os.environ.get(SOCKET_VARIABLE) or default_socket_path()
+    """Return `chosen`, else what WEIGHT_CACHE_SOCKET says, else the default.
+
+    An empty variable counts as unset: there is no shorter way to unset one for a single command.
+
+    Raises:
+        ArgumentRefused: `chosen` is empty or has a NUL in it, or there is no safe default.
+    """
+    if chosen is None:
+        return os.environ.get(SOCKET_VARIABLE) or default_socket_path()
+    path = os.fspath(chosen)
+    if not path or "\0" in path:
+        # The kernel would bind a name of its own choice, one outside the file system, or the part
+        # before the NUL.
+        raise ArgumentRefused(
+            f"{path!r} is no path of a socket",
+            remedy=f"leave it out, and {SOCKET_VARIABLE} or the default is used",
+        )
+    return path

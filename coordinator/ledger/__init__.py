@@ -165,7 +165,7 @@ def _performed(
         case Backed():
             lifecycle.backed(turn, generation)
         case BackingRefused():
-            lifecycle.backing_refused(turn, generation, event.reason)
+            lifecycle.backing_refused(turn, generation, event)
         case Sealed():
             lifecycle.sealed(turn, generation)
         case SealRefused():

@@ -75,10 +75,11 @@ class Backed:
 
 @dataclass(frozen=True, slots=True)
 class BackingRefused:
-    """The kernel gave no memory for the segment of `gen`."""
+    """The kernel gave no memory for the segment of `gen`. `remedy` if it is not the usual one."""
 
     gen: GenerationId
     reason: str
+    remedy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.ledger import admission
-from coordinator.ledger.events import Attached, Forget, Seal, SendSpace
+from coordinator.ledger.events import Attached, BackingRefused, Forget, Seal, SendSpace
 from coordinator.ledger.state import LEASABLE, LOADER, Generation, Request, Session, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
@@ -23,9 +23,9 @@ def backed(turn: Turn, generation: Generation) -> None:
         turn.do(SendSpace(Space(generation.id)))
 
 
-def backing_refused(turn: Turn, generation: Generation, reason: str) -> None:
+def backing_refused(turn: Turn, generation: Generation, event: BackingRefused) -> None:
     """The kernel gave no memory: everyone who asked hears why."""
-    error = BackingFailed(f"no memory for {generation.key!r}: {reason}")
+    error = BackingFailed(f"no memory for {generation.key!r}: {event.reason}", remedy=event.remedy)
     admission.abandon(turn, generation, error, died=False)
 
 
@@ -77,19 +77,27 @@ def seal_refused(turn: Turn, generation: Generation, reason: str) -> None:
         return
     if owner.id in generation.askers:
         turn.fail(owner, error)
-    _part(turn, generation)
+    _part(turn, generation, None)
 
 
-def _part(turn: Turn, generation: Generation) -> None:
+def _part(turn: Turn, generation: Generation, died: FillFailed | None) -> None:
     """Seat those who wait for a worker that still has the bytes again, without it.
 
     It may still have them mapped, so they stay charged until its ABORT or its end.
+
+    Args:
+        died: what they hear instead if its owner is taken for dead, and is not the first.
     """
     doomed, generation.doomed = generation.doomed, True
     others = [request for request in generation.askers.values() if request is not generation.owner]
     for request in others:
         turn.detach(request)
-    admission.seat_again(turn, others, doomed=doomed, deaths=generation.deaths)
+    deaths = generation.deaths + (died is not None)
+    if died is not None and deaths >= admission.DEATHS_LIMIT:
+        for request in others:
+            turn.refuse(request.session, request.rid, died)
+    else:
+        admission.seat_again(turn, others, doomed=doomed, deaths=deaths)
 
 
 def abort(turn: Turn, generation: Generation, message: Abort) -> None:
@@ -180,15 +188,17 @@ def disconnected(turn: Turn, session: Session) -> None:
     """The connection is gone, the process may not be: what waits is dropped, and tickets.
 
     A ticket without bytes is given back. A fill that has some can no longer be committed, and parts
-    from those who wait for it.
+    from those who wait for it. Either counts as a death of the owner: a process that dies closes
+    its socket before its pidfd tells.
     """
     session.connected = False
     _drop_waiting(turn, session)
     for generation in turn.ledger.owned_by(session.id):
+        reason = f"process {session.pid} was lost while it filled it"
         if generation.state is not State.FILLING:
-            admission.abandon(turn, generation, None, died=False)
+            _owner_died(turn, generation, reason)
         elif not generation.sealing:
-            _part(turn, generation)
+            _part(turn, generation, FillFailed(reason))
     if not session.leases and not turn.ledger.owned_by(session.id):
         del turn.ledger.sessions[session.id]
         turn.do(Forget(session.id))
@@ -205,7 +215,7 @@ def ended(turn: Turn, session: Session) -> None:
     turn.do(Forget(session.id))
     for generation in owned:
         if not generation.sealing:
-            _owner_died(turn, generation, f"process {session.pid} ended while it filled it")
+            _owner_died(turn, generation, f"process {session.pid} was lost while it filled it")
 
 
 def _drop_waiting(turn: Turn, session: Session) -> None:

@@ -22,7 +22,7 @@ from gpu_worker.demo.figures import Figures, Machine, Outcome
 from gpu_worker.demo.process import ENDING, DemoFailed
 from gpu_worker.demo.stage import Stage
 from gpu_worker.demo.story import Story
-from gpu_worker.demo.telling import Narrator, Silence
+from gpu_worker.demo.telling import Narrator, Silence, Unheard, write
 from shm_store.errors import WeightCacheError
 
 CHECKPOINT_MIB = 1024
@@ -38,10 +38,9 @@ def main() -> int:
     try:
         outcome = run(arguments.checkpoint_mib, Silence() if arguments.json else Narrator())
         if arguments.json:
-            print(msgspec.json.format(msgspec.json.encode(outcome), indent=2).decode(), flush=True)
-    except BrokenPipeError:
-        # Nobody reads any more. Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            write(msgspec.json.format(msgspec.json.encode(outcome), indent=2).decode())
+    except Unheard as unheard:
+        print(f"weight-cache demo: {unheard}", file=sys.stderr)
         return 1
     return 0 if outcome.ok else 1
 
@@ -72,8 +71,6 @@ def _tell(stage: Stage, story: Story) -> str | None:
     """Tell the story; return why it has no end, with the last words of the processes, or None."""
     try:
         story.tell()
-    except BrokenPipeError:
-        raise
     except (DemoFailed, WeightCacheError, OSError) as failure:
         return f"{failure}\n{stage.last_words()}".strip()
     return None

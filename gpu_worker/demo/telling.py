@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +24,27 @@ INDENT = 3
 
 WAYS = {"shared": "weight-cache", "plain": "plain"}
 """What the table calls the two ways."""
+
+
+class Unheard(Exception):
+    """Standard output takes no more."""
+
+
+def write(text: str) -> None:
+    """Write `text` on standard output, at once.
+
+    Raises:
+        Unheard: it cannot be written.
+    """
+    if sys.stdout is None:
+        raise Unheard("standard output is closed")
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer would be tried, and complained of, once more at exit.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise Unheard(f"standard output cannot be written: {error.strerror}") from error
 
 
 class Silence:
@@ -49,8 +73,16 @@ class Narrator:
     """Tells the story on standard output, for people."""
 
     def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else PIPE_COLUMNS
-        self._console = Console(width=width, highlight=False, markup=False, emoji=False)
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._drawn = io.StringIO()
+        self._console = Console(
+            file=self._drawn,
+            width=shutil.get_terminal_size().columns if terminal else PIPE_COLUMNS,
+            force_terminal=terminal,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
         self._act = 0
 
     def title(self, text: str) -> None:
@@ -84,11 +116,10 @@ class Narrator:
         )
 
     def _print(self, what: Text | Table, indent: int = 0) -> None:
-        with self._console.capture() as drawn:
-            self._console.print(Padding(what, (0, 0, 0, indent), expand=False))
-        for line in drawn.get().splitlines():
-            print(line.rstrip())
-        sys.stdout.flush()
+        self._drawn.seek(0)
+        self._drawn.truncate()
+        self._console.print(Padding(what, (0, 0, 0, indent), expand=False))
+        write("\n".join(line.rstrip() for line in self._drawn.getvalue().splitlines()))
 
 
 def table(rows: Sequence[Row]) -> Table:

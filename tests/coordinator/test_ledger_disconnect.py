@@ -81,3 +81,20 @@ def test_the_filler_of_a_generation_is_named():
     assert filled_by == {"k": 1001, "loaded": None}
     world.disconnect(1)
     assert status_report(world.ledger, 0.0).generations[0].filled_by == 1001
+
+
+@pytest.mark.parametrize("with_bytes", [False, True], ids=["open", "filling"])
+def test_a_lost_owner_counts_as_a_dead_one(with_bytes):
+    """A process that dies closes its socket first. A build that kills must not go on to all."""
+    world = World()
+    world.attach(1, 2, 3, 4)
+    rids = {session: world.build(session, "k") for session in (1, 2, 3, 4)}
+    for session in (1, 2):
+        gen = world.ticket(session, rids[session])
+        if with_bytes:
+            world.reserve(gen, 100, session=session)
+            world.backed(gen)
+        world.disconnect(session)
+        world.end(session)
+    assert world.ticket(3, rids[3]) is None
+    assert {world.failure(session, rids[session]) for session in (3, 4)} == {"fill_failed"}

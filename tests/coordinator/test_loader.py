@@ -6,7 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -241,6 +241,16 @@ def test_a_file_replaced_by_renaming_is_no_change(checkpoint, tmp_path):
         assert played.read_back() == expected(TENSORS)
 
 
+UNREADABLE = """
+import errno, os, sys
+sys.argv = sys.argv[:1] + sys.argv[2:]
+def refuse(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+os.preadv = refuse
+from coordinator import loader
+sys.exit(loader.main(sys.argv))
+"""
+
 REFUSING = """
 import errno, os, sys
 sys.argv = sys.argv[:1] + sys.argv[2:]
@@ -294,23 +304,94 @@ def test_a_bad_file_is_given_back_with_its_cause(tmp_path, case):
         assert len(played.said) == 1
 
 
-def test_a_directory_is_given_back_with_its_cause(tmp_path):
-    fd = os.open(tmp_path, os.O_RDONLY)
+def pipe_end() -> int:
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+def socket_end() -> int:
+    ours, theirs = pair()
+    theirs.close()
+    return ours.detach()
+
+
+def deleted_and_cut(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    path.unlink()
+    os.truncate(f"/proc/self/fd/{fd}", 20)
+    return fd
+
+
+ODD_FDS: dict[str, tuple[Callable[[Path], int], str, str]] = {
+    "directory": (lambda p: os.open(p.parent, os.O_RDONLY), "source_not_opened", "a directory"),
+    "path": (lambda p: os.open(p, os.O_PATH), "source_not_opened", "not opened for reading"),
+    "path of a directory": (
+        lambda p: os.open(p.parent, os.O_PATH),
+        "source_not_opened",
+        "a directory",
+    ),
+    "write only": (lambda p: os.open(p, os.O_WRONLY), "source_not_opened", "for reading"),
+    "pipe": (lambda p: pipe_end(), "source_not_opened", "not a regular file"),
+    "socket": (lambda p: socket_end(), "source_not_opened", "not a regular file"),
+    "device": (
+        lambda p: os.open("/dev/zero", os.O_RDONLY),
+        "source_not_opened",
+        "not a regular file",
+    ),
+    "eventfd": (lambda p: os.eventfd(1), "source_not_opened", "not a regular file"),
+    "memfd": (lambda p: os.memfd_create("empty"), "source_malformed", "is empty"),
+    "memory": (lambda p: os.open("/proc/self/mem", os.O_RDONLY), "source_malformed", "is empty"),
+    "namespace": (lambda p: os.open("/proc/self/ns/mnt", os.O_RDONLY), "source_", ""),
+    "pidfd": (lambda p: os.pidfd_open(os.getpid()), "source_", ""),
+    "kernel file": (
+        lambda p: os.open("/sys/kernel/mm/transparent_hugepage/enabled", os.O_RDONLY),
+        "source_",
+        "",
+    ),
+    "deleted and cut": (deleted_and_cut, "source_malformed", "truncated"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_FDS)
+def test_an_fd_of_anything_else_is_given_back_with_its_cause(checkpoint, case):
+    """Whatever a peer sends as its source: the source's fault, exit 0, no traceback."""
+    make, code, text = ODD_FDS[case]
+    try:
+        fd = make(checkpoint)
+    except FileNotFoundError:
+        pytest.skip("this system has no such thing")
     with started() as played:
         played.fetch(fd)
         os.close(fd)
         cause = played.await_cause()
-        assert cause.code == "source_not_opened" and "a directory" in cause.message
+        assert cause.code.startswith(code) and text in cause.message, cause
+        assert cause.source == "a.safetensors" and cause.remedy
+        assert len(played.said) == 1
 
 
 def test_a_source_that_cannot_be_read_is_the_sources_fault(checkpoint):
-    """Here: an fd without the right to read, as an I/O error would show."""
-    fd = os.open(checkpoint, os.O_WRONLY)
-    with started() as played:
-        played.fetch(fd)
-        os.close(fd)
+    """Its loader did its work: exit 0, and nothing on stderr."""
+    command = [sys.executable, "-c", UNREADABLE, "-"]
+    with started(command) as played, opened(checkpoint) as source_fd:
+        played.fetch(source_fd)
         cause = played.await_cause()
         assert cause.code == "source" and "reading at byte 0 failed" in cause.message
+
+
+def test_a_header_made_to_take_memory_is_refused(tmp_path):
+    """28 MB of nested nothing would take 0.8 GB; the loader ends at its limit, with the cause."""
+    header = b'{"__metadata__":[' + b",".join([b"{}"] * 9_500_000) + b"]}"
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header)
+    with started() as played, opened(tmp_path / "a") as source_fd:
+        played.fetch(source_fd)
+        message = played.next()
+        assert isinstance(message, Abort) and message.cause is not None
+        _, status, used = os.wait4(played.process.pid, 0)
+        played.process.returncode = os.waitstatus_to_exitcode(status)
+        assert message.cause.code == "source_unsupported" and "memory" in message.cause.message
+        assert played.process.returncode == 0
+        assert used.ru_maxrss * 1024 < loader.MEMORY_LIMIT_BYTES + 64 * 1024 * 1024
 
 
 def touched(path: Path) -> None:

@@ -36,6 +36,10 @@ WAIT_S = 10.0
 KEY = Key("tests/weights")
 
 
+class Sharer:
+    """Shares a connection, as a worker does."""
+
+
 class SpokenCoordinator:
     """Listens on `path`. Every read has a timeout; `fds` are those of the last message read.
 
@@ -50,6 +54,7 @@ class SpokenCoordinator:
         self.listener = channel.listen(path)
         self.threads = ThreadPoolExecutor(16)
         self.clients: list[Client] = []
+        self.sharers: list[Sharer] = []
         self.peers: list[channel.Channel] = []
         self.fds: list[int] = []
 
@@ -83,9 +88,19 @@ class SpokenCoordinator:
         assert received is not None
         return decode(resume_decoder, received[0])
 
+    def share(self, path: str = "") -> Client:
+        """Share the connection, until `leave`."""
+        sharer = Sharer()
+        self.sharers.append(sharer)
+        return registry.share(path or self.path, "test", "cpu", sharer)
+
+    def leave(self, client: Client) -> None:
+        """End one share."""
+        registry.leave(client, self.sharers.pop())
+
     def attach(self) -> Client:
         """Attach this process and answer its handshake."""
-        attaching = self.call(registry.share, self.path, "test", "cpu")
+        attaching = self.call(self.share)
         self.accept()
         self.answer_flush()
         self.clients.append(attaching.result(WAIT_S))

@@ -86,6 +86,50 @@ class TestFactory:
             arguments.asked("k", None, torch.nn.Linear(1, 1), "")
 
 
+class TestPublicCalls:
+    """What only the call itself checks. Nothing is asked, and what was loaded stays as it is."""
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("call", ["state_dict", "load"])
+    @pytest.mark.parametrize("progress", [5, "print", b"print", [print]])
+    def test_a_progress_that_cannot_be_called_is_refused(self, worker, call, progress):
+        arguments = {"build": build, "progress": progress}
+        if call == "load":
+            arguments["skeleton"] = build
+        with pytest.raises(ArgumentRefused, match="progress=") as caught:
+            getattr(worker, call)("k", **arguments)
+        assert caught.value.remedy
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("train", [None, 1, "no"])
+    def test_a_mode_that_is_no_flag_is_refused(self, worker, train):
+        """1 is not True, so a later load with True would be told of another mode."""
+        with pytest.raises(ArgumentRefused, match="train=") as caught:
+            worker.load("k", skeleton=build, build=build, train=train)
+        assert caught.value.remedy
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("call", ["flush", "shutdown"])
+    @pytest.mark.parametrize("timeout", [-1, math.nan, "1", b"1", Path("1"), True])
+    def test_a_time_that_nobody_can_wait_ends_nothing(self, worker, call, timeout):
+        with pytest.raises(ArgumentRefused, match="timeout="):
+            getattr(worker, call)(timeout)
+        worker.flush()
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("key", [None, 5, b"k", Path("k"), ""])
+    def test_every_call_refuses_what_is_no_key(self, worker, key):
+        calls = (
+            lambda: worker.state_dict(key, build=build),
+            lambda: worker.load(key, skeleton=build, build=build),
+            lambda: worker.use(key, skeleton=build, build=build).__enter__(),
+            lambda: worker.evict(key),
+        )
+        for call in calls:
+            with pytest.raises(KeyRefused):
+                call()
+
+
 class TestTimeout:
     @pytest.mark.parametrize(("timeout", "result"), [(None, None), (0, 0.0), (2, 2.0), (0.5, 0.5)])
     def test_it_is_in_seconds(self, timeout, result):
@@ -108,6 +152,13 @@ class TestAttach:
     def test_a_name_that_cannot_be_shown_is_refused(self, name):
         with pytest.raises(ArgumentRefused, match="name="):
             gpu_worker.attach("/none", name=name)
+
+    @pytest.mark.parametrize("socket", [5, b"/run/s", ["/run/s"], 0, False, "\ud800"])
+    def test_what_is_no_path_in_text_is_refused(self, socket):
+        """An empty one is not: it is a path, where nobody answers."""
+        with pytest.raises(ArgumentRefused, match="socket=") as caught:
+            gpu_worker.attach(socket)
+        assert caught.value.remedy
 
     def test_a_path_too_long_for_a_socket_is_refused(self, tmp_path):
         with pytest.raises(ArgumentRefused, match="socket path"):

@@ -315,3 +315,22 @@ def test_the_notes_say_what_was_measured(plain_bytes, words):
     shared = Row("m", "shared", pair, pair, (0, 0), (50, 50))
     plain = Row("m", "plain", pair, pair, (0, 0), (plain_bytes // 2, plain_bytes // 2))
     assert any(words in note for note in notes([shared, plain]))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])
+def test_output_that_cannot_be_written_is_said_in_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*DEMO, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "weight-cache demo: standard output cannot be written: No space left on device"
+    )
+    assert "Traceback" not in done.stderr

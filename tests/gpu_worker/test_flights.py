@@ -80,6 +80,47 @@ class TestSingleFlight:
             go_on.set()
             first.result(WAIT_S).close()
 
+    def test_the_wait_for_another_threads_skeleton_counts(self, worker, key, source):
+        """Of any key: there is one at a time. And it is said what was waited for."""
+        entered, go_on = threading.Event(), threading.Event()
+
+        def slow():
+            entered.set()
+            go_on.wait(WAIT_S)
+            return skeleton()
+
+        weights = worker.state_dict(f"{key}2", source=source)
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(worker.load, key, skeleton=slow, source=source)
+            assert entered.wait(WAIT_S)
+            other = {"skeleton": skeleton, "source": source}
+            started_s = time.monotonic()
+            with pytest.raises(LoadTimeout, match="another thread builds a module"):
+                worker.load(f"{key}2", timeout=0.3, **other)
+            assert time.monotonic() - started_s < 3
+            del weights
+            go_on.set()
+            first.result(WAIT_S).close()
+            worker.load(f"{key}2", timeout=WAIT_S, **other).close()
+
+    def test_the_time_in_build_does_not_count_there(self, worker, key, source):
+        entered, go_on = threading.Event(), threading.Event()
+
+        def slow():
+            entered.set()
+            go_on.wait(WAIT_S)
+            return skeleton()
+
+        def build():
+            threads.submit(worker.load, key, skeleton=slow, source=source)
+            assert entered.wait(WAIT_S)
+            threading.Event().wait(1.3)  # longer than the timeout and its grace
+            threading.Timer(0.1, go_on.set).start()
+            return skeleton()
+
+        with ThreadPoolExecutor(1) as threads:
+            worker.load(f"{key}2", skeleton=skeleton, build=build, timeout=1.0).close()
+
     def test_a_load_inside_the_same_load_is_refused(self, worker, key, source):
         def recursive():
             with worker.use(key, skeleton=skeleton, source=source) as module:

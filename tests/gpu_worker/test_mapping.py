@@ -380,6 +380,19 @@ def test_a_large_map_is_unmapped_in_steps(keeper, fd, monkeypatch):
     assert sum(size for _, size in steps) == size_bytes
 
 
+def test_the_end_of_a_buffer_runs_no_python_code(keeper, fd):
+    """An interrupt could come into that, and the lease would be lost for the process's life."""
+    buffer = keeper.grant(7, fd)
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
+    try:
+        del buffer
+    finally:
+        sys.setprofile(None)
+    assert [name for event, name in calls if event == "call"] == []
+    assert keeper.release() == [7]
+
+
 def test_a_forked_child_cannot_unmap_for_its_parent(keeper, fd):
     """What the parent's queue held at the fork, and what ends in the child, stays mapped there."""
     keeper.grant(7, fd)

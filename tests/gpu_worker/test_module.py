@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 
@@ -351,6 +352,35 @@ def test_a_skeleton_that_raises_leaves_nothing_patched_or_locked():
         assert torch.nn.Module.register_parameter is original
         with ThreadPoolExecutor(1) as other:
             assert other.submit(build, Small, buffer).result(10).unexpected == ()
+
+
+def test_an_interrupt_on_the_way_out_of_a_skeleton_leaves_nothing_patched(monkeypatch):
+    """Between the skeleton and the end of accelerate's own context manager, in its Python code."""
+
+    real = accelerate.init_empty_weights
+
+    class Patch:
+        def __init__(self, **options):
+            self.patch = real(**options)
+
+        def __enter__(self):
+            self.patch.__enter__()
+            kept.append(self.patch)  # as a traceback does
+            assert torch.nn.Module.register_parameter is not plain
+
+        def __exit__(self, *error):
+            raise KeyboardInterrupt
+
+    plain = torch.nn.Module.register_parameter
+    kept: list[Any] = []
+    with mapped(seal(Small())) as buffer:
+        with monkeypatch.context() as context:
+            context.setattr(accelerate, "init_empty_weights", Patch)
+            with pytest.raises(KeyboardInterrupt):
+                build(Small, buffer)
+        assert kept
+        assert torch.nn.Module.register_parameter is plain
+        assert not torch.nn.Linear(1, 1).weight.is_meta
 
 
 def test_a_module_that_another_thread_builds_meanwhile_has_its_weights():

@@ -11,31 +11,27 @@ from gpu_worker import registry
 from shm_store.errors import Cancelled, ConnectionLost, LoadTimeout, NoCoordinator, WorkerClosed
 from shm_store.keys import LeaseId
 from shm_store.wire import Acquire, Cancel, Release
-from tests.gpu_worker.spoken import WAIT_S, SpokenCoordinator, built
-
-
-def share(coordinator: SpokenCoordinator):
-    return registry.share(coordinator.path, "test", "cpu")
+from tests.gpu_worker.spoken import WAIT_S, Sharer, built
 
 
 class TestSharing:
     def test_a_second_attach_shares_the_connection(self, coordinator, client, monkeypatch):
         """Under any spelling of the path."""
         monkeypatch.chdir(os.path.dirname(coordinator.path))
-        assert share(coordinator) is client
-        assert registry.share(f"./{os.path.basename(coordinator.path)}", "x", "cpu") is client
+        assert coordinator.share() is client
+        assert coordinator.share(f"./{os.path.basename(coordinator.path)}") is client
         assert not coordinator.connecting()
 
     def test_attaching_at_the_same_time_makes_one_connection(self, coordinator):
         """Two would be two sessions of one process, each with half of its leases."""
-        attaching = [coordinator.call(share, coordinator) for _ in range(8)]
+        attaching = [coordinator.call(coordinator.share) for _ in range(8)]
         coordinator.accept()
         coordinator.answer_flush()
         clients = {future.result(WAIT_S) for future in attaching}
         coordinator.clients += clients
         assert len(clients) == 1
         assert not coordinator.connecting()
-        assert clients.pop().workers == 8
+        assert len(clients.pop().workers) == 8
 
     def test_an_attach_interrupted_before_it_opens_keeps_nobody_waiting(
         self, coordinator, monkeypatch
@@ -49,11 +45,11 @@ class TestSharing:
 
         monkeypatch.setattr(registry, "_alive", Interrupted())
         with pytest.raises(KeyboardInterrupt):
-            share(coordinator)
+            coordinator.share()
         coordinator.in_step(coordinator.attach())
 
     def test_those_who_waited_for_a_failed_attach_try_themselves(self, coordinator):
-        attaching = [coordinator.call(share, coordinator) for _ in range(3)]
+        attaching = [coordinator.call(coordinator.share) for _ in range(3)]
         for _ in range(3):
             coordinator.accept()
             coordinator.peer.close()
@@ -71,16 +67,16 @@ class TestSharing:
     def test_a_failed_attach_leaves_nothing_behind(self, tmp_path):
         path = str(tmp_path / "none")
         with pytest.raises(NoCoordinator):
-            registry.share(path, "test", "cpu")
+            registry.share(path, "test", "cpu", Sharer())
         assert path not in registry._clients
 
 
 class TestClosing:
     def test_it_closes_with_its_last_worker_when_nothing_is_mapped(self, coordinator, client):
-        assert share(coordinator) is client
-        registry.leave(client)
+        assert coordinator.share() is client
+        coordinator.leave(client)
         coordinator.in_step(client)
-        registry.leave(client)
+        coordinator.leave(client)
         assert coordinator.receive() is None
         with pytest.raises(WorkerClosed):
             client.flush(WAIT_S)
@@ -91,7 +87,7 @@ class TestClosing:
         coordinator.grant(rid)
         granted = asking.result(WAIT_S)
         del asking
-        registry.leave(client)
+        coordinator.leave(client)
         coordinator.in_step(client)
         del granted
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
@@ -103,14 +99,14 @@ class TestClosing:
             client.acquire(built(), 0.0, None)
         rid = coordinator.expect(Acquire).rid
         assert coordinator.receive() == Cancel(rid)
-        registry.leave(client)
+        coordinator.leave(client)
         coordinator.grant(rid)
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
         assert coordinator.receive() is None
 
     def test_a_refusal_is_an_answer_too(self, coordinator, client, asked):
         asking, rid = asked()
-        registry.leave(client)
+        coordinator.leave(client)
         coordinator.fail(rid, Cancelled("given up"))
         with pytest.raises(Cancelled):
             asking.result(WAIT_S)
@@ -120,8 +116,8 @@ class TestClosing:
         asking, rid = asked()
         coordinator.grant(rid)
         asking.result(WAIT_S)
-        registry.leave(client)
-        assert share(coordinator) is client
+        coordinator.leave(client)
+        assert coordinator.share() is client
         del asking
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
         coordinator.in_step(client)
@@ -129,7 +125,7 @@ class TestClosing:
     def test_frames_that_wait_for_the_socket_are_sent_before(self, coordinator, client):
         for lease in range(1, 2001):
             client._release(coordinator.gen, LeaseId(lease))
-        registry.leave(client)
+        coordinator.leave(client)
         for lease in range(1, 2001):
             assert coordinator.receive() == Release(coordinator.gen, LeaseId(lease))
         assert coordinator.receive() is None

@@ -269,6 +269,136 @@ class TestFork:
             """
         )
 
+    def test_a_fork_during_another_threads_skeleton_leaves_the_child_whole(self, run):
+        """Nothing stays patched there, and no lock held: neither plain modules nor loads notice."""
+        run(
+            """
+            import signal, threading
+            plain = torch.nn.Module.register_parameter
+            entered, over = threading.Event(), threading.Event()
+            def slow():
+                entered.set()
+                over.wait()
+                return skeleton()
+            building = threading.Thread(
+                target=lambda: worker.load("slow", skeleton=slow, build=skeleton)
+            )
+            building.start()
+            assert entered.wait(60)
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                assert torch.nn.Module.register_parameter is plain
+                made = []
+                def plain_module():
+                    made.append(torch.nn.Linear(1, 1).weight.device.type)
+                threads = [threading.Thread(target=plain_module) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert made == ["cpu"] * 3
+                with gpu_worker.attach(sys.argv[1]) as mine:
+                    with mine.use("linear", skeleton=skeleton, build=skeleton) as module:
+                        module(torch.ones(3))
+                assert torch.nn.Module.register_parameter is plain
+                os._exit(0)
+            over.set()
+            building.join()
+            assert torch.nn.Module.register_parameter is plain
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            """
+        )
+
+    @pytest.mark.parametrize("callback", ["build", "skeleton"])
+    def test_a_child_that_returns_out_of_a_callback_is_told(self, run, callback):
+        """Whatever another thread held at that moment. The parent goes on undisturbed."""
+        script = """
+            import signal, threading
+            held, over = threading.Event(), threading.Event()
+            def hold():
+                with worker._client._lock, worker._lock:
+                    held.set()
+                    over.wait()
+            holding = threading.Thread(target=hold)
+            def forking():
+                global child
+                holding.start()
+                assert held.wait(60)
+                child = os.fork()
+                if not child:
+                    signal.alarm(20)
+                over.set()
+                if child:
+                    holding.join()
+                return skeleton()
+            callbacks = {"skeleton": skeleton, "build": skeleton, "CALLBACK": forking}
+            try:
+                handle = worker.load("CALLBACK", **callbacks)
+            except ForkedProcess:
+                assert not child
+                os._exit(7)
+            assert child
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            handle.close()
+            assert worker.evict("CALLBACK")
+            worker.flush()
+        """
+        run(script.replace("CALLBACK", callback))
+
+    @pytest.mark.parametrize(
+        ("module", "wait"),
+        [
+            ("request", "worker.state_dict('in request', build=skeleton)"),
+            ("flights", "worker.load('in flights', skeleton=skeleton, build=skeleton)"),
+            ("module", "worker.load('another', skeleton=skeleton, build=skeleton)"),
+            ("client", "worker.flush(60)"),
+        ],
+    )
+    def test_a_child_forked_in_the_middle_of_a_wait_leaves_it(self, run, module, wait):
+        """As by a signal handler. There it waits for threads that only its parent has."""
+        script = """
+            import signal, threading
+            from gpu_worker import MODULE, module, waits
+            waits.STEP_S = 0.1
+            entered, over = threading.Event(), threading.Event()
+            def slow():
+                entered.set()
+                over.wait()
+                return skeleton()
+            def steps(left_s, pid):
+                global child
+                for step_s in waits.steps(left_s, pid):
+                    if child is None and threading.current_thread() is threading.main_thread():
+                        child = os.fork()
+                        if not child:
+                            signal.alarm(20)
+                        else:
+                            over.set()
+                    yield step_s
+            child = None
+            if "MODULE" == "client":
+                worker._finalizers.put(slow)
+            else:
+                callbacks = {"skeleton": skeleton, "build": skeleton}
+                callbacks["skeleton" if "MODULE" == "module" else "build"] = slow
+                load = lambda: worker.load("in MODULE", **callbacks).close()
+                other = threading.Thread(target=load)
+                other.start()
+            assert entered.wait(60)
+            MODULE.steps = steps
+            try:
+                WAIT
+            except ForkedProcess:
+                assert child == 0
+                os._exit(7)
+            assert child
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            if "MODULE" != "client":
+                other.join()
+        """
+        run(script.replace("MODULE", module).replace("WAIT", wait))
+
     def test_a_fork_in_the_middle_of_everything_hangs_nobody(self, run):
         """Other threads hold every lock there is, again and again, while this one forks."""
         run(
@@ -390,3 +520,35 @@ def test_an_interrupt_ends_a_waiting_process_clean(served):
     _, stderr = started.communicate(timeout=WAIT_S)
     assert (started.returncode, stderr) == (3, "")
     assert owner.generation("interrupted").generation == ticket.gen
+
+
+def test_a_user_with_too_many_fds_under_way_is_told_and_stays_attached(run):
+    """The caller hears of it at once; the connection, and every other request, goes on."""
+    run(
+        """
+        import resource, shutil, tempfile
+        from shm_store import channel
+        left, right = map(channel.Channel, channel.pair())
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may have any number
+        directory = tempfile.mkdtemp()
+        source = os.path.join(directory, "empty.safetensors")
+        open(source, "w").close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        try:
+            while True:
+                left.send(b"unread", [0] * 16)
+        except gpu_worker.FdsExhausted:
+            pass
+        def refusal():
+            try:
+                worker.state_dict("unread", source=source)
+            except gpu_worker.WeightCacheError as error:
+                return type(error)
+        assert refusal() is gpu_worker.FdsExhausted
+        worker.flush()
+        channel.close_all(right.receive()[1])
+        assert refusal() is gpu_worker.SourceMalformed
+        shutil.rmtree(directory)
+        """
+    )

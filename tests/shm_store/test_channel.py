@@ -249,6 +249,50 @@ print(right.receive() == (b"one fd", [free]))
     )
 
 
+@pytest.mark.process
+def test_too_many_fds_under_way_are_a_full_socket_and_no_end(
+    child: Callable[..., CompletedProcess[str]],
+) -> None:
+    """Others of this user may be the ones who do not read. Nothing was sent, and later it can be.
+
+    A blocking socket, which does not wait for that, says so.
+    """
+    ended = child(
+        """
+import errno, resource
+from shm_store import channel
+from shm_store.errors import FdsExhausted
+left, right = map(channel.Channel, channel.pair())
+drop_privileges()  # root may have any number
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+sent = 0
+try:
+    while True:
+        left.send(b"%d" % sent, [0] * 16)
+        sent += 1
+except FdsExhausted as error:
+    print(error)
+left.socket.setblocking(False)
+for send in (left.send, lambda data, fds: left.send_frame(b"\\0" + data, fds)):
+    try:
+        send(b"more", [0])
+    except BlockingIOError as error:
+        print(error.errno == errno.ETOOMANYREFS)
+left.send(b"without an fd")
+def take():
+    data, fds = right.receive()
+    channel.close_all(fds)
+    return data
+print([take() for _ in range(sent + 1)] == [b"%d" % n for n in range(sent)] + [b"without an fd"])
+left.send(b"more", [0])
+print(take())
+"""
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = f"{FdsExhausted(channel.TOO_MANY_UNDER_WAY)}\n"
+    assert ended.stdout == said + "True\nTrue\nTrue\nb'more'\n"
+
+
 # --- peers that break the rules -------------------------------------------------------------------
 
 

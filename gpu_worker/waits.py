@@ -1,0 +1,47 @@
+"""How this package waits for others: in steps, and never in a forked child. Pure but for the pid.
+
+Note on a fork in the middle of a call
+fact: a signal handler may fork during a wait, and user code in a callback; the child then goes
+on where its parent was, without the threads that would have ended the wait
+consequence: one long wait, or a lock that another thread held, would keep the child for ever
+choice: wait in steps, and look at the pid before each, and after each callback
+cost: a thread that waits wakes once a second
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from shm_store.errors import ForkedProcess
+
+STEP_S = 1.0
+
+
+def refuse_fork(pid: int) -> None:
+    """Refuse to go on in another process than `pid`.
+
+    Raises:
+        ForkedProcess: this is another one.
+    """
+    if os.getpid() != pid:
+        raise ForkedProcess("this worker was attached by the parent of this process")
+
+
+def steps(left_s: float | None, pid: int) -> Iterator[float]:
+    """Yield how long to wait next, at least once, until `left_s` are over; None is for ever.
+
+    Raises:
+        ForkedProcess: this is not the process `pid` (any more).
+    """
+    end_s = None if left_s is None else time.monotonic() + left_s
+    step_s = STEP_S if left_s is None else min(STEP_S, left_s)
+    while True:
+        refuse_fork(pid)
+        yield step_s
+        if end_s is not None:
+            step_s = min(STEP_S, end_s - time.monotonic())
+            if step_s <= 0:
+                refuse_fork(pid)
+                return
