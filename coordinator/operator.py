@@ -38,6 +38,8 @@ from shm_store.wire import (
     Flushed,
     FromSession,
     Grant,
+    Invalidate,
+    Limit,
     Pin,
     Release,
     Report,
@@ -290,6 +292,22 @@ class Operator:
             InUse: they are leased, filling, or pinned.
         """
         return self._ask(Evict(self.next_rid(), key), Done, ANSWER_LIMIT_S).keys
+
+    def invalidate(self, key: Key, timeout_s: float) -> None:
+        """Retire what `key` is now; return once every process has ceased to hand it out.
+
+        Raises:
+            InvalidateIncomplete: some process has not said so in time. It is retired all the same.
+        """
+        self._ask(Invalidate(self.next_rid(), key, timeout_s), Done, timeout_s + ANSWER_LIMIT_S)
+
+    def limit(self, pool: str, limit_bytes: int) -> None:
+        """Set the limit of a pool. What is above it goes when it is idle.
+
+        Raises:
+            ArgumentRefused: there is no such pool.
+        """
+        self._ask(Limit(self.next_rid(), pool, limit_bytes), Done, ANSWER_LIMIT_S)
 
     def flush(self) -> None:
         """Return once everything sent before has taken effect, freeing included."""

@@ -27,6 +27,7 @@ from shm_store.wire import (
     Report,
     Reserve,
     Resume,
+    Revoke,
     Space,
     Status,
     Ticket,
@@ -116,10 +117,10 @@ class Peer:
         return self.rid
 
     def expect(self, kind: type):
-        """The next message that is no progress; it must be of this kind."""
+        """The next message that is no progress and no REVOKE; it must be of this kind."""
         while True:
             message = self.receive()
-            if not isinstance(message, Filling) or kind is Filling:
+            if not isinstance(message, Filling | Revoke) or kind in (Filling, Revoke):
                 assert isinstance(message, kind), message
                 return message
 

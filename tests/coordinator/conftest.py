@@ -1,13 +1,18 @@
-"""A socket path for each test, and peers that are closed after it."""
+"""A socket path for each test, a coordinator, weights and commands; peers are closed after it."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Peer
+from coordinator.cli import main
+from tests.processes import Peer, running, write_safetensors
+
+SIZE_BYTES = 300_000
 
 
 @pytest.fixture
@@ -19,3 +24,35 @@ def path(tmp_path: Path) -> str:
 def _peers_closed() -> Iterator[None]:
     yield
     Peer.close_all()
+
+
+@pytest.fixture
+def coordinator(path: str):
+    with running(path, "--ram-budget", "1MiB") as started:
+        yield started
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    return str(
+        write_safetensors(
+            tmp_path / "w.safetensors", {"w": ("U8", [SIZE_BYTES], bytes(SIZE_BYTES))}
+        )
+    )
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Run a command that starts nothing in this process, which spares an interpreter."""
+    sigpipe = signal.getsignal(signal.SIGPIPE)
+
+    def run(*arguments: str, socket: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["weight-cache", *arguments])
+        monkeypatch.setenv("WEIGHT_CACHE_SOCKET", socket)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGPIPE, sigpipe)
