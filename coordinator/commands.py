@@ -28,7 +28,7 @@ EXIT_CODES = """\
 \b
 Exit codes:
   0  done
-  1  an error without a class of its own
+  1  an error without a class of its own, or an audit that found a difference
   2  wrong arguments, or weights that are in use
   3  the checkpoint file cannot be used
   4  no room, no memory, or not done in time
@@ -334,6 +334,31 @@ def limit(
         operator.flush()
         (changed,) = (found for found in operator.status().pools if found.name == pool)
     print(f"{pool}: {size_text(changed.in_use_bytes)} in use of {size_text(limit_bytes)}")
+
+
+@app.command(cls=PlainCommand)
+def audit(
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Compare what is held with what the kernel says, and exit with 1 if they differ.
+
+    It names who maps weights without a lease, and charges pages that processes have written to.
+    """
+    from coordinator.audit import audit as look
+
+    with _operator(socket, "audit") as operator:
+        report = look(operator)
+    if json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        from coordinator.display import show_audit
+
+        show_audit(report)
+    if not report.agree:
+        raise typer.Exit(1)
 
 
 @app.command(cls=PlainCommand)

@@ -29,6 +29,8 @@ from shm_store.wire import (
     Acquire,
     AnyMessage,
     Bye,
+    Copied,
+    CopiedPages,
     Done,
     Drain,
     Evict,
@@ -308,6 +310,14 @@ class Operator:
             ArgumentRefused: there is no such pool.
         """
         self._ask(Limit(self.next_rid(), pool, limit_bytes), Done, ANSWER_LIMIT_S)
+
+    def copied(self, pages: Sequence[CopiedPages]) -> None:
+        """Have pages that processes have written to in their maps charged to them."""
+        self._ask(Copied(self.next_rid(), tuple(pages)), Done, ANSWER_LIMIT_S)
+
+    def coordinator_pid(self) -> int:
+        """Return the pid of the coordinator; 0 if it has none in this pid namespace."""
+        return self._channel.credentials().pid
 
     def flush(self) -> None:
         """Return once everything sent before has taken effect, freeing included."""
