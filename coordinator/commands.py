@@ -27,7 +27,7 @@ EXIT_CODES = """\
 \b
 Exit codes:
   0  done
-  1  an error without a class of its own
+  1  an error without a class of its own, or an audit that found a difference
   2  wrong arguments, or weights that are in use
   3  the checkpoint file cannot be used
   4  no room, no memory, or not done in time
@@ -39,6 +39,7 @@ Exit codes:
 
 TIMEOUT_LIMIT_S = 1e9
 DRAIN_TIMEOUT_S = 60.0
+INVALIDATE_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
 
 
@@ -281,6 +282,79 @@ def unpin(key: Key, socket: Socket = None) -> None:
     with _operator(socket, "unpin") as operator:
         was_pinned = operator.unpin(name)
     print(f"unpinned {key}" if was_pinned else f"{key} was not pinned")
+
+
+@app.command(cls=PlainCommand)
+def invalidate(
+    key: Key,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds to wait for those who hold it to know.")
+    ] = INVALIDATE_TIMEOUT_S,
+    socket: Socket = None,
+) -> None:
+    """Retire weights, pinned or not: whoever asks next has them made anew.
+
+    It returns when no process hands them out any more. What is in use stays until it is let go.
+    """
+    name = parse_key(key)
+    timeout_s = _seconds("--timeout", timeout)
+    with _operator(socket, "invalidate") as operator:
+        there = operator.has(name)
+        operator.invalidate(name, timeout_s)
+        generations = operator.status().generations
+    pids = [lease.pid for g in generations if g.key == name for lease in g.leases]
+    print(f"invalidated {key}" if there else f"nothing was loaded under {key}")
+    if pids:
+        from shm_store.errors import listed
+
+        print(f"still in use by {listed([f'pid {pid}' for pid in sorted(set(pids))])}")
+
+
+@app.command(cls=PlainCommand)
+def limit(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool, such as ram.")],
+    size: Annotated[str, typer.Argument(metavar="SIZE", help="Its limit, such as 20GiB.")],
+    socket: Socket = None,
+) -> None:
+    """Change the limit of a pool, until the coordinator ends.
+
+    Nothing in use is taken away: what is above the limit goes when it is idle, and until then
+    nothing more is let in.
+    """
+    from coordinator.memory import parse_size
+    from shm_store.report import size_text
+
+    limit_bytes = parse_size(size)
+    with _operator(socket, "limit") as operator:
+        operator.limit(pool, limit_bytes)
+        operator.flush()
+        (changed,) = (found for found in operator.status().pools if found.name == pool)
+    print(f"{pool}: {size_text(changed.in_use_bytes)} in use of {size_text(limit_bytes)}")
+
+
+@app.command(cls=PlainCommand)
+def audit(
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Compare what is held with what the kernel says, and exit with 1 if they differ.
+
+    It names who maps weights without a lease, and charges pages that processes have written to.
+    """
+    from coordinator.audit import audit as look
+
+    with _operator(socket, "audit") as operator:
+        report = look(operator)
+    if json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        from coordinator.display import show_audit
+
+        show_audit(report)
+    if not report.agree:
+        raise typer.Exit(1)
 
 
 @app.command(cls=PlainCommand)

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from coordinator.audit import AuditReport, Finding
+
 LINE_PAUSE_S = 5.0
 """How often a long load says how far it is where there is no terminal to draw a bar on."""
 
 PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
 
+UNREAD_SHOWN = 3
 HOLDERS_SHOWN = 3
 """How many of those who fill a pool one line names."""
 
@@ -79,6 +82,48 @@ def show_status(report: StatusReport, socket: str) -> None:
         _draw(sessions_table(report), sys.stdout)
     else:
         print("no worker is attached")
+
+
+def show_audit(report: AuditReport) -> None:
+    """Print whether books and kernel agree, and in a table everything that was found."""
+    figures = (
+        f"{_counted(report.generations, 'generation')}, {size_text(report.in_use_bytes)}, "
+        f"{_counted(report.leases, 'lease')}"
+    )
+    verdict = "agree" if report.agree else "differ"
+    print(f"books and kernel {verdict}: {figures}", flush=True)
+    found = (*report.differences, *report.windows, *report.copied)
+    if found:
+        print()
+        _draw(findings_table(found), sys.stdout)
+    if report.unread:
+        unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
+        print(f"not looked into: {listed(unread, UNREAD_SHOWN)}")
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return a table of what an audit found, in the order given."""
+    table = _table(
+        "found",
+        "key",
+        "generation",
+        "process",
+        "books",
+        "kernel",
+        folded=("key",),
+        cut=("process",),
+    )
+    for finding in findings:
+        sizes = (finding.books_bytes, finding.kernel_bytes)
+        process = "-" if finding.pid is None else f"pid {finding.pid} ({plain(finding.process)})"
+        table.add_row(
+            finding.kind.replace("_", " "),
+            plain(finding.key) or "-",
+            short_generation(finding.generation) if finding.generation else "-",
+            _cut(process),
+            *("-" if size is None else _short_size(size) for size in sizes),
+        )
+    return table
 
 
 def pools_table(pools: Sequence[PoolReport]) -> Table:
@@ -185,6 +230,10 @@ def _pool_holders(report: StatusReport, pool: str) -> str:
         facts += [f"built by pid {generation.filled_by}"] if generation.filled_by else []
         named.append(f"{generation.key!r} ({', '.join(facts)})")
     return listed(named, HOLDERS_SHOWN) or "nobody"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _short_size(size_bytes: int) -> str:

@@ -29,6 +29,8 @@ from shm_store.wire import (
     Acquire,
     AnyMessage,
     Bye,
+    Copied,
+    CopiedPages,
     Done,
     Drain,
     Evict,
@@ -38,6 +40,8 @@ from shm_store.wire import (
     Flushed,
     FromSession,
     Grant,
+    Invalidate,
+    Limit,
     Pin,
     Release,
     Report,
@@ -290,6 +294,30 @@ class Operator:
             InUse: they are leased, filling, or pinned.
         """
         return self._ask(Evict(self.next_rid(), key), Done, ANSWER_LIMIT_S).keys
+
+    def invalidate(self, key: Key, timeout_s: float) -> None:
+        """Retire what `key` is now; return once every process has ceased to hand it out.
+
+        Raises:
+            InvalidateIncomplete: some process has not said so in time. It is retired all the same.
+        """
+        self._ask(Invalidate(self.next_rid(), key, timeout_s), Done, timeout_s + ANSWER_LIMIT_S)
+
+    def limit(self, pool: str, limit_bytes: int) -> None:
+        """Set the limit of a pool. What is above it goes when it is idle.
+
+        Raises:
+            ArgumentRefused: there is no such pool.
+        """
+        self._ask(Limit(self.next_rid(), pool, limit_bytes), Done, ANSWER_LIMIT_S)
+
+    def copied(self, pages: Sequence[CopiedPages]) -> None:
+        """Have pages that processes have written to in their maps charged to them."""
+        self._ask(Copied(self.next_rid(), tuple(pages)), Done, ANSWER_LIMIT_S)
+
+    def coordinator_pid(self) -> int:
+        """Return the pid of the coordinator; 0 if it has none in this pid namespace."""
+        return self._channel.credentials().pid
 
     def flush(self) -> None:
         """Return once everything sent before has taken effect, freeing included."""

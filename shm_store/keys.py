@@ -49,7 +49,12 @@ def generation_id(start_ns: int, counter: int) -> GenerationId:
         start_ns: nanoseconds on the boot clock when the coordinator started.
         counter: 1, 2, 3 ... within that coordinator's life.
     """
-    return GenerationId(f"{start_ns:016x}-{counter:08x}")
+    return GenerationId(f"{start_id(start_ns)}-{counter:08x}")
+
+
+def start_id(start_ns: int) -> str:
+    """Return what the ids of all generations of one coordinator begin with, up to the dash."""
+    return f"{start_ns:016x}"
 
 
 def version_fingerprint(version: str) -> Fingerprint:

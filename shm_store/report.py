@@ -72,6 +72,8 @@ class StatusReport(msgspec.Struct, frozen=True):
     pools: tuple[PoolReport, ...]
     generations: tuple[GenerationReport, ...]
     sessions: tuple[SessionReport, ...]
+    start: str = ""
+    """What the ids of this coordinator's generations begin with, up to the dash."""
 
 
 def size_text(size_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.ledger.state import Generation, Ledger, Request, State
+from shm_store.keys import start_id
 from shm_store.report import (
     GenerationReport,
     LeaseReport,
@@ -88,6 +89,7 @@ def status_report(ledger: Ledger, now_s: float) -> StatusReport:
             for session in ledger.sessions.values()
             if session.role == "worker"
         ),
+        start=start_id(ledger.start_ns),
     )
 
 

@@ -7,10 +7,12 @@ import io
 import pytest
 
 from coordinator import display
+from coordinator.audit import AuditReport, Finding
 from coordinator.display import (
     LoadProgress,
     plain,
     short_generation,
+    show_audit,
     show_error,
     show_status,
     waiting_text,
@@ -135,6 +137,31 @@ def test_a_refusals_table_fits_in_80_columns_too(monkeypatch):
     assert head.split() == ["key", "generation", "state", "size", "held", "by", "waiting"]
     assert max(len(line) for line in rows) <= 80
     assert " ".join(rows[-1].split()) == "k 100 retired 1.0 GiB pid 4194303 (118 min) 0"
+
+
+def test_an_audit_fits_in_80_columns_and_no_process_steers_it(monkeypatch):
+    gen, evil = "00ff-0000001a", "x\x1b]0;owned\x07"
+    report = AuditReport(
+        False,
+        1,
+        2,
+        5 * GIB,
+        (Finding("unleased_mapping", gen, LONG_KEY, 4194303, evil),),
+        (Finding("freeing", gen, "k"),),
+        (Finding("copied_pages", gen, "k", 77, "python", 3, 0, 3 * 4096),),
+        tuple(Finding("unread", pid=pid, process=evil) for pid in range(1, 6)),
+    )
+    terminal = on_80_columns(monkeypatch, "stdout")
+    show_audit(report)
+    lines = terminal.getvalue().splitlines()
+    assert lines[0] == "books and kernel differ: 1 generation, 5.0 GiB, 2 leases"
+    assert max(len(line) for line in lines[:-1]) <= 80
+    rows = [" ".join(line.split()) for line in lines]
+    assert "found key generation process books kernel" in rows
+    assert "freeing k 1a - - -" in rows
+    assert "copied pages k 1a pid 77 (python) 0 B 12.0 KiB" in rows
+    assert lines[-1].endswith("pid 3 (x\\x1b]0;owned\\x07), and 2 more")
+    assert "\x1b" not in terminal.getvalue()
 
 
 def test_what_is_no_terminal_gets_whole_lines(capsys):
