@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from typing import TypeVar
 
 from gpu_worker.records import Origin
 from gpu_worker.request import Ask, Build
@@ -81,15 +82,6 @@ def check_factory(argument: str, factory: object) -> None:
         )
 
 
-def check_progress(progress: object) -> None:
-    """Refuse what cannot be called; None is nobody to call."""
-    if progress is not None and not callable(progress):
-        raise ArgumentRefused(
-            f"progress= is a function, not of type {type(progress).__name__}",
-            remedy="pass a function of the bytes filled and the bytes in all, or leave it out",
-        )
-
-
 def check_flag(argument: str, value: object) -> None:
     """Refuse what is neither True nor False: it would be compared with what is."""
     if not isinstance(value, bool):
@@ -99,18 +91,41 @@ def check_flag(argument: str, value: object) -> None:
         )
 
 
-def timeout_s(timeout: object) -> float | None:
+def check_private(private: object, build: object) -> None:
+    """Refuse `private` for what is not built here."""
+    check_flag("private", private)
+    if private and build is None:
+        raise ArgumentRefused(
+            "private=True goes with build=: what a loader fills is shared",
+            remedy="leave it out, or pass a function that makes the module",
+        )
+
+
+Callback = TypeVar("Callback")
+
+
+def callback(argument: str, value: Callback) -> Callback:
+    """Return `value` if it can be called, or is None."""
+    if value is not None and not callable(value):
+        raise ArgumentRefused(
+            f"{argument}= is a function, not of type {type(value).__name__}",
+            remedy="pass a function, or leave it out",
+        )
+    return value
+
+
+def timeout_s(timeout: object, argument: str = "timeout") -> float | None:
     """Return `timeout` in seconds if it is a time one can wait; None is no limit."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise ArgumentRefused(
-            f"timeout= is a number of seconds, not of type {type(timeout).__name__}",
+            f"{argument}= is a number of seconds, not of type {type(timeout).__name__}",
             remedy="pass a number, or leave it out to wait as long as there is progress",
         )
     if math.isnan(timeout) or not 0 <= timeout <= TIMEOUT_LIMIT_S:
         raise ArgumentRefused(
-            f"timeout={timeout!r} is not between 0 and {TIMEOUT_LIMIT_S:g} s",
+            f"{argument}={timeout!r} is not between 0 and {TIMEOUT_LIMIT_S:g} s",
             remedy="leave it out to wait as long as there is progress",
         )
     return float(timeout)

@@ -30,12 +30,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker.connection import Connection
 from gpu_worker.keeper import Keeper
+from gpu_worker.records import Asked
 from gpu_worker.reentry import owned, refuse_reentry
-from gpu_worker.request import Ask, Build, Granted, Progress, Reply, Request
+from gpu_worker.request import Ask, Build, Charged, Granted, Progress, Reply, Request
 from gpu_worker.waits import refuse_fork, steps
 from shm_store.channel import close_all
 from shm_store.errors import (
@@ -48,14 +49,18 @@ from shm_store.errors import (
     WeightCacheError,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.source import open_source
 from shm_store.wire import (
+    TIMEOUT_LIMIT_S,
     VERSION,
     Abort,
+    Ack,
     Acquire,
     AnyMessage,
     Bye,
     Cancel,
+    Charge,
     Commit,
     Done,
     Fail,
@@ -63,10 +68,12 @@ from shm_store.wire import (
     Flush,
     Flushed,
     Grant,
+    Invalidate,
     Release,
     Report,
     Reserve,
     Resume,
+    Revoke,
     Space,
     Ticket,
     decode,
@@ -89,6 +96,13 @@ EXIT_TIMEOUT_S = 10.0
 SOURCE_NAME_LIMIT = 4096
 
 
+class Holder(Protocol):
+    """Whoever keeps records of generations, and lets go of them when the coordinator asks."""
+
+    def _revoked(self, gen: GenerationId, asked: Asked) -> None:
+        """Do what is asked of a generation. In the keeper's thread; runs destructors."""
+
+
 class Client:
     """One session and its connection. Thread-safe.
 
@@ -103,7 +117,7 @@ class Client:
         """
         self.path = path
         self.pid = os.getpid()
-        self.workers: weakref.WeakSet[object] = weakref.WeakSet()
+        self.workers: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._opening = threading.RLock()
         self._opened = False
         self.keeper = Keeper(self._end)
@@ -113,6 +127,7 @@ class Client:
         self._rids = itertools.count(1)
         self._requests: dict[RequestId, Request] = {}
         self._mappings: mapping.MappingTable | None = None
+        self._charges: dict[GenerationId, LeaseId] = {}
         self._stopped = False
 
     # --- for workers ----------------------------------------------------------------------------
@@ -175,11 +190,77 @@ class Client:
         left_s = None if timeout_s is None else timeout_s + GRACE_S
         request = Request(ask.key, timeout_s, left_s, progress)
         try:
+            self._let_go_first(request, ask.key)
             self._ask_for(request, ask)
             return self._follow(request, ask)
         except BaseException:
             self._give_up(request)
             raise
+
+    def prefetch(self, ask: Ask) -> None:
+        """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
+        self.check_caller()
+        request = Request(ask.key, None, None, wanted=False, prefetch=True)
+        self._ask_for(request, ask, prefetch=True)
+
+    def charge(self, key: Key, pool: str, size_bytes: int, timeout_s: float | None) -> Charged:
+        """Wait for room for private memory of this process, and have it counted.
+
+        Args:
+            key: what it is for. For people only.
+
+        Raises:
+            BudgetExceeded: there was none in time.
+            CoordinatorLost: nobody answers.
+        """
+        self.check_caller()
+        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        left_s = None if timeout_s is None else timeout_s + GRACE_S
+        request = Request(key, timeout_s, left_s, kind="charge")
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
+        try:
+            self._ask(request, lambda rid: Charge(rid, pool, key, size_bytes, limit_s))
+            match request.next():
+                case Charged() as charged:
+                    return charged
+                case step:
+                    raise ProtocolViolation(f"a CHARGE was answered with {step!r}")
+        except BaseException:
+            self._give_up(request)
+            with self._lock:
+                granted = [
+                    gen for gen, lease in self._charges.items() if lease == LeaseId(request.rid)
+                ]
+            for gen in granted:
+                self._discharge(Charged(gen, LeaseId(request.rid)))
+            raise
+
+    def discharge(self, charged: Charged) -> None:
+        """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
+        self.keeper.put(functools.partial(self._discharge, charged))
+
+    def invalidate(self, key: Key, timeout_s: float) -> bool:
+        """Have what `key` is retired everywhere; say whether there was something.
+
+        Raises:
+            InvalidateIncomplete: some process has not said in time that it knows.
+        """
+        self.check_caller()
+        request = Request(key, timeout_s, timeout_s + GRACE_S, kind="invalidate")
+        try:
+            self._ask(request, lambda rid: Invalidate(rid, key, timeout_s))
+            match request.next():
+                case Done(_, keys):
+                    return bool(keys)
+                case step:
+                    raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
+        except BaseException:
+            request.wanted = False
+            raise
+
+    def asked(self, gen: GenerationId) -> Asked:
+        """Return what the coordinator has asked of this process's lease on a generation."""
+        return "" if self._mappings is None else self._mappings.asked(gen)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything this process let go of has taken effect at the coordinator.
@@ -228,7 +309,12 @@ class Client:
     def close_if_unused(self) -> bool:
         """End the session if nothing of it is mapped or asked for, once everything is sent."""
         with self._lock:
-            if self._requests or self._mapped():
+            for request in self._requests.values():
+                if request.prefetch:
+                    # Nobody is left to profit. Told once; the answer closes it.
+                    request.prefetch = False
+                    self._connection.post(Cancel(request.rid))
+            if self._requests or self._charges or self._mapped():
                 return False
             self._connection.close()
         self.keeper.leave()
@@ -252,7 +338,25 @@ class Client:
 
     # --- asking ---------------------------------------------------------------------------------
 
-    def _ask_for(self, request: Request, ask: Ask) -> None:
+    def _let_go_first(self, request: Request, key: Key) -> None:
+        """Give back what the coordinator has asked for of a key, before that is asked for again.
+
+        Else the new lease would overtake the RELEASE of the old, and whoever waits for the room
+        would wait for as long as this process goes on asking.
+        """
+        if self._mappings is None or not self._mappings.leaving(key):
+            return
+        started_s = time.monotonic()
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with self._lock:
+            if self._connection.closing:
+                return
+            self.keeper.call_settled(functools.partial(done.put, None))
+        self._wait_for_keeper(done, TIMEOUT_LIMIT_S if request.left_s is None else request.left_s)
+        if request.left_s is not None:
+            request.left_s = max(0.0, request.left_s - (time.monotonic() - started_s))
+
+    def _ask_for(self, request: Request, ask: Ask, *, prefetch: bool = False) -> None:
         """Send an ACQUIRE, with the opened source if there is one."""
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
         if ask.source is None:
@@ -262,7 +366,9 @@ class Client:
         name = os.fsencode(ask.source).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
         fd = open_source(ask.source)
         try:
-            self._ask(request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s), (fd,))
+            self._ask(
+                request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s, prefetch), (fd,)
+            )
         finally:
             os.close(fd)
 
@@ -321,7 +427,7 @@ class Client:
         raise LoadTimeout("the keeper is not through with its queue")
 
     def _round_trip(self, timeout_s: float) -> None:
-        request = Request(None, timeout_s, timeout_s)
+        request = Request(None, timeout_s, timeout_s, kind="flush")
         try:
             self._ask(request, Flush)
             request.next()
@@ -384,6 +490,35 @@ class Client:
             self._connection.post(Release(ended.gen, self._mappings.forget(ended)))
         self._unused(self)
 
+    def _revoke(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
+        """Have every worker let go of a generation, then see whether anything is left of it."""
+        for worker in list(self.workers):
+            worker._revoked(revoked.gen, asked)
+        self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease))
+
+    def _revoke_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
+        for worker in list(self.workers):
+            worker._revoked(gen, asked)
+        self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease))
+
+    def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId) -> None:
+        with self._lock:
+            if self._charges.get(gen) == lease:
+                self._connection.post(Ack(gen, lease))
+
+    def _acknowledge(self, revoked: mapping.Mapping, lease: LeaseId) -> None:
+        """Say so if the lease goes on; if not, its RELEASE has been sent."""
+        with self._lock:
+            revoked.letting_go = False
+            if revoked.buffer() is not None and revoked.lease == lease:
+                self._connection.post(Ack(revoked.gen, lease))
+
+    def _discharge(self, charged: Charged) -> None:
+        with self._lock:
+            if self._charges.pop(charged.gen, None) is not None:
+                self._connection.post(Release(charged.gen, charged.lease))
+        self._unused(self)
+
     def _mapped(self) -> bool:
         return self._mappings is not None and len(self._mappings) > 0
 
@@ -397,14 +532,19 @@ class Client:
         """Act on one message. Takes over its fds."""
         try:
             message = decode(to_session_decoder, data)
-            if len(fds) != isinstance(message, Grant | Space):
+            charge = isinstance(message, Grant) and self._is(message.rid, "charge")
+            if len(fds) != (isinstance(message, Grant | Space) and not charge):
                 raise ProtocolViolation(f"{type(message).__name__} came with {len(fds)} fds")
         except ProtocolViolation:
             close_all(fds)
             raise
         match message:
+            case Grant(rid, gen) if charge:
+                self._take_charge(rid, gen)
             case Grant(rid, gen):
                 self._take_grant(rid, gen, fds[0])
+            case Revoke():
+                self._take_revoke(message)
             case Space():
                 self._take_space(message, fds[0])
             case Ticket(rid, gen):
@@ -422,6 +562,8 @@ class Client:
             case Fail(rid, cause):
                 self._answer(rid, cause.error())
             case Flushed(rid):
+                self._answer(rid, message)
+            case Done(rid) if self._is(rid, "invalidate"):
                 self._answer(rid, message)
             case Bye():
                 self._connection.farewell = Draining(
@@ -443,9 +585,35 @@ class Client:
                 reply = Granted(gen, buffer)
         except WeightCacheError as error:
             reply = error
-        if not isinstance(reply, Granted):
+        if not isinstance(reply, Granted) and not self._mappings.pending(gen, LeaseId(rid)):
             self._release(gen, LeaseId(rid))
         self._answer(rid, reply)
+
+    def _is(self, rid: RequestId, kind: str) -> bool:
+        request = self._requests.get(rid)
+        return request is not None and request.kind == kind
+
+    def _take_charge(self, rid: RequestId, gen: GenerationId) -> None:
+        """Count a charge as this process's, or give it back."""
+        lease = LeaseId(rid)
+        with self._lock:
+            request = self._requests[rid]
+            if request.wanted:
+                self._charges[gen] = lease
+            else:
+                self._connection.post(Release(gen, lease))
+        self._answer(rid, Charged(gen, lease))
+
+    def _take_revoke(self, message: Revoke) -> None:
+        """Note it at once, so that no record is made without; the keeper does the rest."""
+        assert self._mappings is not None
+        gen, lease = message.gen, message.lease
+        asked: Asked = "stale" if message.stale else "room"
+        revoked = self._mappings.revoked(gen, lease, asked)
+        if revoked is not None:
+            self.keeper.put(functools.partial(self._revoke, revoked, lease, asked))
+        elif self._charges.get(gen) == lease:
+            self.keeper.put(functools.partial(self._revoke_charge, gen, lease, asked))
 
     def _take_space(self, message: Space, fd: int) -> None:
         """Hand the segment to its filler; with nobody there, give it back."""
@@ -464,6 +632,11 @@ class Client:
             request = self._requests.pop(rid, None)
         if request is not None and reply is not None:
             request.inbox.put(reply)
+        if request is not None and request.prefetch and isinstance(reply, WeightCacheError):
+            said = functools.partial(
+                logger.warning, "weight-cache: %r was not prefetched: %s", request.key, reply
+            )
+            self.keeper.put(said)  # log handlers are other people's code
         if not self.workers:
             self._unused(self)
 

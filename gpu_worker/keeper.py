@@ -13,19 +13,30 @@ may only enqueue: they run in any thread, inside any lock.
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-logger = logging.getLogger("gpu_worker")
+from gpu_worker.callbacks import report
 
 Task = Callable[[], object]
 
 SETTLE_ROUNDS = 16
 """Deeper than destructors that drop handles on modules whose destructors drop handles go."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Timed:
+    """A task that is to be called at a time; `number` keeps the order of equal times."""
+
+    at_s: float
+    number: int
+    task: Task = field(compare=False)
 
 
 class Keeper:
@@ -37,6 +48,9 @@ class Keeper:
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._end = end
         self._hurry = False
+        self._numbers = itertools.count()
+        self._timed: list[_Timed] = []
+        """A heap. The thread's own."""
         self._thread = threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +64,10 @@ class Keeper:
     def put(self, task: Task) -> None:
         """Have `task` called after everything that was queued before it. Safe in a finalizer."""
         self.queue.put(task)
+
+    def put_at(self, at_s: float, task: Task) -> None:
+        """Have `task` called at `at_s` of the monotonic clock, or soon after."""
+        self.queue.put(_Timed(at_s, next(self._numbers), task))
 
     def call_settled(self, done: Callable[[], object]) -> None:
         """Have `done` called after everything queued so far, and after what that enqueues.
@@ -80,25 +98,32 @@ class Keeper:
 
     def _run(self) -> None:
         while True:
-            item = self.queue.get()
+            item = self._next()
             if item is None or self._hurry:
                 return
             try:
                 self._perform(item)
             except BaseException as error:  # nothing may end this thread but `leave` and `stop`
-                _report(error)
+                report("the keeper could not finish one of its tasks", error)
             finally:
                 del item
 
+    def _next(self) -> Any:
+        """Wait for what comes next: from the queue, or a task whose time has come."""
+        while self._timed:
+            left_s = self._timed[0].at_s - time.monotonic()
+            if left_s <= 0:
+                return heapq.heappop(self._timed).task
+            try:
+                return self.queue.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                continue
+        return self.queue.get()
+
     def _perform(self, item: Any) -> None:
-        if callable(item):
+        if isinstance(item, _Timed):
+            heapq.heappush(self._timed, item)
+        elif callable(item):
             item()
         else:
             self._end(item)
-
-
-def _report(error: BaseException) -> None:
-    try:
-        logger.error("the keeper could not finish one of its tasks", exc_info=error)
-    except Exception:  # a log handler that raises must not take the rest of the queue with it
-        pass

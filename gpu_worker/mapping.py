@@ -41,12 +41,14 @@ from queue import SimpleQueue
 import torch
 
 from gpu_worker.dtypes import torch_dtype
+from gpu_worker.records import Asked
 from shm_store import segment
 from shm_store.errors import (
     ForkedProcess,
     PlatformUnsupported,
     ResourceError,
     SegmentRefused,
+    WeightCacheError,
 )
 from shm_store.keys import GenerationId, Key, LeaseId
 from shm_store.layout import (
@@ -100,7 +102,7 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
 class Mapping:
     """One map of a segment: what it is, where it is, and the lease that pays for it."""
 
-    __slots__ = ("address", "buffer", "gen", "key", "lease", "size_bytes")
+    __slots__ = ("address", "asked", "buffer", "gen", "key", "lease", "letting_go", "size_bytes")
 
     def __init__(
         self,
@@ -118,6 +120,10 @@ class Mapping:
         self.key = key
         self.lease = lease
         """The id to release once the bytes are unmapped. A later grant replaces it."""
+        self.asked: Asked = ""
+        """What the coordinator has asked of the lease. A later grant voids it."""
+        self.letting_go = False
+        """What it asked is not done yet."""
         self.address = ctypes.addressof(buffer)
         self.size_bytes = len(buffer)
         # `put` ignores its second argument, which is the reference here.
@@ -159,22 +165,59 @@ class MappingTable:
         Raises:
             SegmentRefused: the fd is not that generation's sealed segment.
             ResourceError: there is no address space for it.
-            In both cases the caller releases `lease`.
+            In both cases the caller releases `lease`, unless it is `pending`.
         """
+        mapping: Mapping | None = None
         try:
             with self._lock:
                 mapping = self._mappings.get(gen)
                 buffer = None if mapping is None else mapping.buffer()
                 if mapping is not None and buffer is not None:
-                    mapping.lease = lease
+                    mapping.lease, mapping.asked = lease, ""
                     return buffer
                 # A mapping whose tensors are gone but whose bytes are still mapped: the lease must
                 # outlive them. A new mapping is unmapped, and so released, after the old one.
                 if wanted or mapping is not None:
                     return self._map(gen, lease, fd)
                 return None
+        except WeightCacheError:
+            if mapping is None:
+                raise
+            # The old map is still there, and its end is now this lease's.
+            mapping.lease = lease
+            raise
         finally:
             os.close(fd)
+
+    def pending(self, gen: GenerationId, lease: LeaseId) -> bool:
+        """Say whether the end of a map that is still there will release `lease`."""
+        with self._lock:
+            mapping = self._mappings.get(gen)
+            return mapping is not None and mapping.lease == lease
+
+    def revoked(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> Mapping | None:
+        """Note what the coordinator asks of a lease. None if that lease is over, or on its way."""
+        with self._lock:
+            mapping = self._mappings.get(gen)
+            if mapping is None or mapping.lease != lease:
+                return None
+            mapping.asked, mapping.letting_go = asked, True
+            return mapping
+
+    def asked(self, gen: GenerationId) -> Asked:
+        """Return what the coordinator has asked of the lease on a generation."""
+        mapping = self._mappings.get(gen)
+        return "" if mapping is None else mapping.asked
+
+    def leaving(self, key: Key) -> bool:
+        """Say whether weights of `key` are on their way out to make room, and not yet unmapped."""
+        with self._lock:
+            return any(
+                mapping.key == key
+                and mapping.asked == "room"
+                and (mapping.letting_go or mapping.buffer() is None)
+                for mapping in self._mappings.values()
+            )
 
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.

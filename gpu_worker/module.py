@@ -130,6 +130,42 @@ def assemble(
     return Assembled(module, tuple(unexpected))
 
 
+def private(build: Callable[[], object], train: bool = False) -> Assembled:
+    """Return the module that `build` makes, with the weights it has: memory of this process alone.
+
+    Raises:
+        ArgumentRefused: it makes no module.
+        Whatever `build` raises.
+    """
+    module = build()
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentRefused(
+            f"with private=True, build= returns a module, not a {type(module).__name__}",
+            remedy="have it load the weights into a module, and return that",
+        )
+    if not train:
+        module.eval()
+    return Assembled(module.requires_grad_(False), ())
+
+
+def held_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of memory that the tensors of `module` keep, each storage once."""
+    storages = {}
+    for named in _named(module).values():
+        for tensor in _plain(named):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor subclass is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain(getattr(tensor, name))]
+
+
 def _construct(
     key: Key,
     skeleton: Callable[[], torch.nn.Module],

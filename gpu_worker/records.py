@@ -40,20 +40,27 @@ Asked = Literal["", "room", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What was asked for: the absolute path of a source, or the version of what is built."""
+    """What was asked for: the absolute path of a source, or the version of what is built.
 
-    kind: Literal["source", "build"]
+    `private` is built for this process alone.
+    """
+
+    kind: Literal["source", "build", "private"]
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A record that is still in use: how many claims and locks keep it."""
+    """A record that is still in use: how many claims and locks keep it, and whose they are.
+
+    `threads` are the names of those that made them.
+    """
 
     key: Key
     generation: GenerationId
     claims: int
     locks: int
+    threads: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,21 +86,28 @@ class Records(Generic[Module]):
     def __init__(self) -> None:
         self.closed = False
         self._current: dict[Key, Record[Module]] = {}
-        self._claims: dict[ClaimId, Record[Module]] = {}
-        self._locks: dict[LockId, tuple[ClaimId, Record[Module]]] = {}
+        self._claims: dict[ClaimId, tuple[Record[Module], str]] = {}
+        self._locks: dict[LockId, tuple[ClaimId, Record[Module], str]] = {}
 
     # --- claims ---------------------------------------------------------------------------------
 
-    def claim(self, key: Key, origin: Origin, claim: ClaimId) -> Record[Module] | None:
+    def claim(
+        self, key: Key, origin: Origin, claim: ClaimId, whose: str = ""
+    ) -> Record[Module] | None:
         """Put `claim` on the record of `key` if it was made from `origin`; None if none was."""
         record = self._current.get(key)
         if record is None or record.origin != origin:
             return None
-        self._claims[claim] = record
+        self._claims[claim] = record, whose
         return record
 
     def adopt(
-        self, key: Key, generation: GenerationId, origin: Origin, claim: ClaimId
+        self,
+        key: Key,
+        generation: GenerationId,
+        origin: Origin,
+        claim: ClaimId,
+        whose: str = "",
     ) -> Record[Module] | None:
         """Put `claim` on the record of `key` if it is of `generation`, whatever was asked before.
 
@@ -105,11 +119,11 @@ class Records(Generic[Module]):
             return None
         record.origin = origin
         record.going = None
-        self._claims[claim] = record
+        self._claims[claim] = record, whose
         return record
 
     def admit(
-        self, record: Record[Module], claim: ClaimId, asked: Asked = ""
+        self, record: Record[Module], claim: ClaimId, asked: Asked = "", whose: str = ""
     ) -> list[Record[Module]]:
         """Take in a new record that `claim` is on from the start. An older one becomes stale.
 
@@ -122,7 +136,7 @@ class Records(Generic[Module]):
         Returns:
             The records evicted.
         """
-        self._claims[claim] = record
+        self._claims[claim] = record, whose
         if self.closed:
             record.going = "shutdown"
             return []
@@ -137,20 +151,22 @@ class Records(Generic[Module]):
 
     def end_claim(self, claim: ClaimId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a claim. Locks made through it go on. Returns the records evicted."""
-        return self._settle(self._claims.pop(claim, None), now_s)
+        record, _ = self._claims.pop(claim, (None, ""))
+        return self._settle(record, now_s)
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def lock(self, claim: ClaimId, lock: LockId) -> Module:
+    def lock(self, claim: ClaimId, lock: LockId, whose: str = "") -> Module:
         """Lock the record that `claim` is on, stale or not. Locks nest: each has its own id.
 
         Raises:
             WorkerClosed: the claim has ended. Nothing is locked.
         """
-        record = self._claims.get(claim)
-        if record is None:
+        claimed = self._claims.get(claim)
+        if claimed is None:
             raise WorkerClosed("this handle was closed")
-        self._locks[lock] = claim, record
+        record = claimed[0]
+        self._locks[lock] = claim, record, whose
         return record.module
 
     def last_lock(self, claim: ClaimId) -> LockId | None:
@@ -162,7 +178,7 @@ class Records(Generic[Module]):
 
     def unlock(self, lock: LockId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a lock. Returns the records evicted."""
-        _, record = self._locks.pop(lock, (None, None))
+        _, record, _ = self._locks.pop(lock, (None, None, ""))
         return self._settle(record, now_s)
 
     # --- ends -----------------------------------------------------------------------------------
@@ -197,6 +213,11 @@ class Records(Generic[Module]):
             return self._settle(record)
         return []
 
+    def unused_since_s(self) -> float | None:
+        """Return when the idle record that has been unused longest was used last."""
+        idle = [record for record in self._current.values() if not any(self._uses(record))]
+        return min((record.used_s for record in idle), default=None)
+
     def expire(self, before_s: float) -> list[Record[Module]]:
         """Evict every record whose last use ended at `before_s` or earlier."""
         unused = [
@@ -213,9 +234,17 @@ class Records(Generic[Module]):
 
     def held(self) -> tuple[Held, ...]:
         """Return the records that claims or locks keep, each once."""
-        used = {id(record): record for record in (*self._claims.values(), *self._locked())}
+        uses = [(record, whose) for record, whose in self._claims.values()]
+        uses += [(record, whose) for _, record, whose in self._locks.values()]
+        used = {id(record): record for record, _ in uses}
         return tuple(
-            Held(record.key, record.generation, *self._uses(record)) for record in used.values()
+            Held(
+                record.key,
+                record.generation,
+                *self._uses(record),
+                threads=tuple(dict.fromkeys(whose for user, whose in uses if user is record)),
+            )
+            for record in used.values()
         )
 
     def _settle(self, record: Record[Module] | None, now_s: float = 0.0) -> list[Record[Module]]:
@@ -231,11 +260,13 @@ class Records(Generic[Module]):
 
     def _uses(self, record: Record[Module]) -> tuple[int, int]:
         """Return how many claims and locks are on `record`."""
-        claims = sum(claimed is record for claimed in self._claims.values())
-        return claims, sum(locked is record for locked in self._locked())
+        claims = sum(claimed is record for claimed, _ in self._claims.values())
+        return claims, sum(locked is record for _, locked, _ in self._locks.values())
 
-    def _locked(self) -> Iterator[Record[Module]]:
-        return (record for _, record in self._locks.values())
+    def used(self) -> Iterator[Record[Module]]:
+        """Return the record of every claim and of every lock."""
+        yield from (record for record, _ in self._claims.values())
+        yield from (record for _, record, _ in self._locks.values())
 
     # --- invariants -----------------------------------------------------------------------------
 
@@ -247,6 +278,6 @@ class Records(Generic[Module]):
             assert record.going in (None, "room"), f"{key!r} is stale and still handed out"
         for record in self._current.values():
             assert record.going is None or any(self._uses(record)), f"{record.key!r} is overdue"
-        for record in (*self._claims.values(), *self._locked()):
+        for record in self.used():
             current = self._current.get(record.key) is record
             assert current or record.going, f"{record.key!r} is stale and would never go"

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 
-from gpu_worker.client import Client
+from gpu_worker.client import Client, Holder
 from shm_store.errors import ConnectionLost
 
 _registry = threading.RLock()
@@ -21,7 +21,7 @@ _clients: dict[str, Client] = {}
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def share(path: str, name: str, device: str, worker: object) -> Client:
+def share(path: str, name: str, device: str, worker: Holder) -> Client:
     """Return the connection to the coordinator on `path`, made by the first who asks.
 
     `worker` shares it until it leaves or is gone, by whatever exception.
@@ -53,20 +53,20 @@ def share(path: str, name: str, device: str, worker: object) -> Client:
             raise ConnectionLost(f"the coordinator on {path} went away while attaching")
 
 
-def shares(client: Client, worker: object) -> bool:
+def shares(client: Client, worker: Holder) -> bool:
     """Say whether `worker` has not left `client`."""
     with _registry:
         return worker in client.workers
 
 
-def leave(client: Client, worker: object) -> None:
+def leave(client: Client, worker: Holder) -> None:
     """Stop sharing `client`. Without workers it ends when nothing of it is mapped any more."""
     with _registry:
         client.workers.discard(worker)
     _close_if_unused(client)
 
 
-def _look_after(worker: object, client: Client) -> None:
+def _look_after(worker: Holder, client: Client) -> None:
     """Have the keeper look whether `client` is unused once `worker` is gone without leaving."""
     check = functools.partial(_close_if_unused, client)
     weakref.finalize(worker, client.keeper.queue.put, check).atexit = False

@@ -11,12 +11,12 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
-from shm_store.keys import GenerationId, Key, RequestId
-from shm_store.wire import Filling, Flushed, Space, Ticket
+from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.wire import Done, Filling, Flushed, Space, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,14 @@ class Granted:
     left_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """Private memory that the coordinator counts, until its lease is released."""
+
+    gen: GenerationId
+    lease: LeaseId
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """An open request and what has become of it. The client's lock guards all but `inbox`.
@@ -62,6 +70,8 @@ class Request:
         gen: the generation to build, once a ticket came.
         space: SPACE came; `space_fd` is its segment until that is filled.
         builder: the thread that runs the asker's `build`.
+        prefetch: nobody waits for it, and its grant goes back at once.
+        kind: what it is; the grant of a charge has no segment.
     """
 
     key: Key | None
@@ -77,6 +87,8 @@ class Request:
     space: bool = False
     space_fd: int = -1
     builder: int | None = None
+    prefetch: bool = False
+    kind: Literal["acquire", "charge", "invalidate", "flush"] = "acquire"
     pid: int = field(default_factory=os.getpid)
 
     def next(self) -> Step:
@@ -112,5 +124,5 @@ class Request:
             os.close(fd)
 
 
-Step = Granted | Ticket | Space | Filling | Flushed
+Step = Granted | Charged | Ticket | Space | Filling | Flushed | Done
 Reply = Step | WeightCacheError

@@ -13,23 +13,26 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpu_worker import arguments, registry
+from gpu_worker.callbacks import Callbacks
 from gpu_worker.client import Client
 from gpu_worker.flights import Flight, Flights
 from gpu_worker.handle import ModelHandle
 from gpu_worker.keeper import Keeper
-from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
+from gpu_worker.records import Asked, ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Progress
 from gpu_worker.waits import refuse_fork
@@ -41,22 +44,31 @@ from shm_store.errors import (
     WorkerClosed,
     listed,
 )
-from shm_store.keys import parse_key
+from shm_store.keys import GenerationId, parse_key
 from shm_store.paths import socket_path
 from shm_store.wire import TIMEOUT_LIMIT_S
 
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.module import Assembled
+
 logger = logging.getLogger("gpu_worker")
 
 DEVICES = ("cpu",)
+RAM = "ram"
+"""The pool that private weights are charged to."""
 
 
 def attach(
     socket: str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     name: str | None = None,
+    *,
+    idle_timeout: float | None = None,
+    on_evict: Callable[[str, str, str], object] | None = None,
+    on_hit: Callable[[str, str], object] | None = None,
+    on_miss: Callable[[str], object] | None = None,
 ) -> Worker:
     """Attach this process to a coordinator.
 
@@ -68,9 +80,14 @@ def attach(
         device: where modules are to run. This version knows "cpu".
         name: how `weight-cache status` calls this process, if it is the first to attach; else the
             program's name.
+        idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
+            until it is evicted, replaced, or the coordinator needs its room.
+        on_evict, on_hit, on_miss: see `gpu_worker.callbacks.Callbacks`. Called in whatever thread
+            it happens, with no lock held.
 
     Raises:
-        ArgumentRefused: an unknown device, a name that cannot be sent, or no path.
+        ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
+            none.
         NoCoordinator: nobody answers on the socket.
         PeerForbidden: this user may not use that coordinator.
         VersionMismatch: it speaks another version.
@@ -87,7 +104,13 @@ def attach(
         name = arguments.text("name", name, arguments.NAME_LIMIT)
     if socket is not None:
         socket = arguments.path("socket", socket)
-    return Worker(socket_path(socket), name, str(device))
+    callbacks = Callbacks(
+        arguments.callback("on_evict", on_evict),
+        arguments.callback("on_hit", on_hit),
+        arguments.callback("on_miss", on_miss),
+    )
+    idle_s = arguments.timeout_s(idle_timeout, "idle_timeout")
+    return Worker(socket_path(socket), name, str(device), callbacks, idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +131,7 @@ class _Wish:
     skeleton: Callable[[], torch.nn.Module]
     train: bool
     progress: Progress | None
+    private: bool
 
 
 class Worker:
@@ -117,14 +141,26 @@ class Worker:
     signal handler calls it in the middle of another call.
     """
 
-    def __init__(self, path: str, name: str, device: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        device: str,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 (frozen)
+        idle_s: float | None = None,
+    ) -> None:
         """Share the connection to the coordinator on `path`."""
-        self._client: Client = registry.share(path, name, device, self)
         self._lock = threading.RLock()
         self._records: Records[_Loaded] = Records()
         self._flights = Flights(self._lock)
         self._ids = itertools.count(1)
         """Of claims and locks."""
+        self._callbacks = callbacks
+        self._idle_s = idle_s
+        # Last: from here on the coordinator's requests arrive.
+        self._client: Client = registry.share(path, name, device, self)
+        if idle_s is not None:
+            self._client.keeper.put_at(time.monotonic() + idle_s, _expiring(self))
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -168,7 +204,7 @@ class Worker:
         """
         ask, _ = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
-        arguments.check_progress(progress)
+        arguments.callback("progress", progress)
         self._check_caller(waits=True)
         if self._records.closed:
             raise WorkerClosed("the worker was shut down")
@@ -176,8 +212,8 @@ class Worker:
             self._flights.refuse_in_skeleton(ask.key)
         granted = self._client.acquire(ask, timeout_s, progress)
         with self._lock:
-            dropped = self._records.outdate(ask.key, granted.gen)
-        del dropped
+            gone = self._records.outdate(ask.key, granted.gen)
+        self._let_go(gone)
         from gpu_worker import mapping
 
         return mapping.tensors(granted.buffer)
@@ -193,6 +229,7 @@ class Worker:
         timeout: float | None = None,
         train: bool = False,
         progress: Progress | None = None,
+        private: bool = False,
     ) -> ModelHandle:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
@@ -204,6 +241,9 @@ class Worker:
             skeleton: a function that makes a normal module. Its weights are left out for you while
                 it runs, and then assigned.
             train: leave the module as `skeleton` built it, instead of calling `eval()`.
+            private: with `build`: keep what it returns in this process alone, as with tensors that
+                cannot be shared. `build` then runs in every process, and the coordinator only
+                counts the memory, until the module is gone.
 
         Raises:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
@@ -213,11 +253,14 @@ class Worker:
         ask, origin = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
         arguments.check_factory("skeleton", skeleton)
-        arguments.check_progress(progress)
+        arguments.callback("progress", progress)
         arguments.check_flag("train", train)
+        arguments.check_private(private, build)
+        if private:
+            origin = dataclasses.replace(origin, kind="private")
         self._check_caller(waits=True)
         handle = ModelHandle(self, ask.key, ClaimId(next(self._ids)))
-        wish = _Wish(ask, origin, skeleton, train, progress)
+        wish = _Wish(ask, origin, skeleton, train, progress, private)
         record = self._claim(handle._claim, wish, timeout_s)
         if record.module.train is not train:
             handle.close()
@@ -241,6 +284,7 @@ class Worker:
         timeout: float | None = None,
         train: bool = False,
         progress: Progress | None = None,
+        private: bool = False,
     ) -> Iterator[torch.nn.Module]:
         """Load and lock, for the length of a `with`. Arguments and errors as `load`."""
         handle = self.load(
@@ -252,6 +296,7 @@ class Worker:
             timeout=timeout,
             train=train,
             progress=progress,
+            private=private,
         )
         try:
             with handle as module:
@@ -259,7 +304,33 @@ class Worker:
         finally:
             handle.close()
 
+    def prefetch(self, key: str, *, source: str | os.PathLike[str]) -> None:
+        """Have the weights of `key` loaded, for whoever asks for them next. Returns at once.
+
+        Waits for room behind every load, and takes nothing from anybody. What goes wrong is logged.
+        """
+        ask, _ = arguments.asked(key, source, None, "")
+        self._check_caller(waits=True)
+        if self._records.closed:
+            raise WorkerClosed("the worker was shut down")
+        self._client.prefetch(ask)
+
     # --- ends -----------------------------------------------------------------------------------
+
+    def invalidate(self, key: str, timeout: float = 30.0) -> bool:
+        """Retire the weights of `key` in every process, and say whether there were any.
+
+        Whoever uses them may go on; once this returns, every later load gets new ones.
+
+        Raises:
+            InvalidateIncomplete: some process has not answered within `timeout` seconds. What is
+                retired stays retired.
+            CoordinatorLost: nobody answers.
+        """
+        name = parse_key(key)
+        timeout_s = arguments.timeout_s(timeout)
+        self._check_caller(waits=True)
+        return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def evict(self, key: str) -> bool:
         """Let go of the module of `key`, and say whether it is gone now.
@@ -270,8 +341,10 @@ class Worker:
         name = parse_key(key)
         self._check_caller()
         with self._lock:
-            dropped = self._records.evict(name)
-        return bool(dropped)
+            gone = self._records.evict(name)
+        evicted = bool(gone)
+        self._let_go(gone)
+        return evicted
 
     def flush(self, timeout: float = 10.0) -> None:
         """Wait until everything let go of so far has taken effect at the coordinator.
@@ -298,8 +371,8 @@ class Worker:
         timeout_s = arguments.timeout_s(timeout)
         self._check_caller(waits=True)
         with self._lock:
-            dropped = self._records.close()
-        del dropped
+            gone = self._records.close()
+        self._let_go(gone)
         if registry.shares(self._client, self):
             try:
                 self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
@@ -325,19 +398,22 @@ class Worker:
 
     def _claim(self, claim: ClaimId, wish: _Wish, timeout_s: float | None) -> Record[_Loaded]:
         """Put `claim` on the record of a key, made by this thread or by one that is at it."""
-        key = wish.ask.key
+        key, whose = wish.ask.key, threading.current_thread().name
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         mine = Flight(key)
+        record: Record[_Loaded] | None = None
         try:
             while True:
                 with self._lock:
                     if self._records.closed:
                         raise WorkerClosed("the worker was shut down")
-                    record = self._records.claim(key, wish.origin, claim)
-                    if record is not None:
-                        return record
-                    self._flights.refuse_in_skeleton(key)
-                    flight = self._flights.board(mine)
+                    record = self._records.claim(key, wish.origin, claim, whose)
+                    if record is None:
+                        self._flights.refuse_in_skeleton(key)
+                        flight = self._flights.board(mine)
+                if record is not None:
+                    self._callbacks.hit(key, record.generation)
+                    return record
                 left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
                 if flight is mine:
                     return self._load(claim, wish, left_s, mine)
@@ -350,16 +426,23 @@ class Worker:
         self, claim: ClaimId, wish: _Wish, timeout_s: float | None, flight: Flight
     ) -> Record[_Loaded]:
         """Ask the coordinator, and make the record unless there is one of that generation."""
-        key = wish.ask.key
-        granted = self._client.acquire(wish.ask, timeout_s, wish.progress)
-        with self._lock:
-            record = self._records.adopt(key, granted.gen, wish.origin, claim)
-        if record is not None:
-            return record
+        key, whose = wish.ask.key, threading.current_thread().name
+        self._callbacks.miss(key)
         from gpu_worker import module
 
-        flight.in_skeleton = True
-        assembled = module.assemble(key, wish.skeleton, granted.buffer, wish.train, granted.left_s)
+        if wish.private:
+            gen, assembled = self._load_private(wish, timeout_s)
+        else:
+            granted = self._client.acquire(wish.ask, timeout_s, wish.progress)
+            gen = granted.gen
+            with self._lock:
+                record = self._records.adopt(key, gen, wish.origin, claim, whose)
+            if record is not None:
+                return record
+            flight.in_skeleton = True
+            assembled = module.assemble(
+                key, wish.skeleton, granted.buffer, wish.train, granted.left_s
+            )
         refuse_fork(self._client.pid)
         if assembled.unexpected:
             logger.info(
@@ -370,11 +453,26 @@ class Worker:
                 listed(assembled.unexpected),
             )
         loaded = _Loaded(assembled.module, wish.train, assembled.unexpected)
-        record = Record(key, granted.gen, wish.origin, loaded)
+        record = Record(key, gen, wish.origin, loaded)
         with self._lock:
-            dropped = self._records.admit(record, claim)
-        del dropped
+            # What the coordinator asks from now on finds the record.
+            gone = self._records.admit(record, claim, self._client.asked(gen), whose)
+        self._let_go(gone)
         return record
+
+    def _load_private(self, wish: _Wish, timeout_s: float | None) -> tuple[GenerationId, Assembled]:
+        """Build the weights in this process alone, and have their memory counted."""
+        from gpu_worker import module
+
+        key = wish.ask.key
+        assert wish.ask.build is not None
+        assembled = module.private(wish.ask.build, wish.train)
+        size_bytes = max(1, module.held_bytes(assembled.module))
+        charged = self._client.charge(key, RAM, size_bytes, timeout_s)
+        # Its tensors go with it, unless somebody keeps one, which nobody could count.
+        end = weakref.finalize(assembled.module, self._client.discharge, charged)
+        end.atexit = False
+        return charged.gen, assembled
 
     # --- for handles ----------------------------------------------------------------------------
 
@@ -387,11 +485,11 @@ class Worker:
         """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
         self._check_caller()
         with self._lock:
-            return self._records.lock(claim, lock).module
+            return self._records.lock(claim, lock, threading.current_thread().name).module
 
     def _unlock_module(self, lock: LockId) -> None:
         """End a lock, if it is one."""
-        self._settle(functools.partial(self._records.unlock, lock))
+        self._settle(functools.partial(self._records.unlock, lock, time.monotonic()))
 
     def _unlock_last(self, claim: ClaimId, chosen: list[LockId]) -> None:
         """End the newest lock made through `claim`. Raises CallerError if there is none.
@@ -399,21 +497,21 @@ class Worker:
         `chosen` is empty, and gets that lock; called again with it, this ends no other one.
         """
 
-        def end() -> list[_Loaded]:
+        def end() -> list[Record[_Loaded]]:
             if not chosen:
                 lock = self._records.last_lock(claim)
                 if lock is None:
                     raise CallerError("the handle is left more often than it was entered")
                 chosen.append(lock)
-            return self._records.unlock(chosen[0])
+            return self._records.unlock(chosen[0], time.monotonic())
 
         self._settle(end)
 
     def _end_claim(self, claim: ClaimId) -> None:
         """End a claim, if it is one."""
-        self._settle(functools.partial(self._records.end_claim, claim))
+        self._settle(functools.partial(self._records.end_claim, claim, time.monotonic()))
 
-    def _settle(self, end: Callable[[], list[_Loaded]]) -> None:
+    def _settle(self, end: Callable[[], list[Record[_Loaded]]]) -> None:
         """End a use of a record. What is let go of is destroyed after the lock is free."""
         if os.getpid() != self._client.pid:
             return  # what a forked child inherited is its parent's to end
@@ -422,8 +520,36 @@ class Worker:
             self._client.keeper.put(functools.partial(self._settle, end))
             return
         with self._lock:
-            dropped = end()
-        del dropped
+            gone = end()
+        self._let_go(gone)
+
+    def _let_go(self, gone: list[Record[_Loaded]]) -> None:
+        """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held."""
+        if gone:
+            told = [(r.key, r.generation, r.going or "evicted") for r in gone]
+            gone.clear()
+            self._callbacks.evicted(told)
+
+    # --- for the keeper -------------------------------------------------------------------------
+
+    def _revoked(self, gen: GenerationId, asked: Asked) -> None:
+        """Do what the coordinator asks of a generation."""
+        with self._lock:
+            gone = self._records.revoke(gen, asked)
+        self._let_go(gone)
+
+    def _expire(self) -> None:
+        """Evict what was unused for `idle_timeout`, and come again when more could be."""
+        assert self._idle_s is not None
+        now_s = time.monotonic()
+        with self._lock:
+            gone = self._records.expire(now_s - self._idle_s)
+            since_s = self._records.unused_since_s()
+            closed = self._records.closed
+        if not closed:
+            next_s = (now_s if since_s is None else since_s) + self._idle_s
+            self._client.keeper.put_at(next_s, _expiring(self))
+        self._let_go(gone)
 
     def _check_caller(self, *, waits: bool = False) -> None:
         """Refuse a caller that could only hang, or that this worker does not belong to."""
@@ -433,3 +559,15 @@ class Worker:
             refuse_fork(self._client.pid)
         if owned(self._lock):
             refuse_reentry()
+
+
+def _expiring(worker: Worker) -> Callable[[], None]:
+    """Return a task that expires what `worker` keeps, if it is still there."""
+    known = weakref.ref(worker)
+
+    def expire() -> None:
+        alive = known()
+        if alive is not None:
+            alive._expire()
+
+    return expire

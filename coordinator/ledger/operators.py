@@ -98,8 +98,9 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
     if ready is not None:
         lifecycle.retire(turn, ready)
     retired = [g.id for g in ledger.by_key.get(key, ()) if g.doomed or g.state is State.RETIRED]
+    known = running is not None or ready is not None
     deadline_s = turn.now_s + message.timeout_s
-    ledger.invalidations.append(Invalidating(session, message.rid, key, retired, deadline_s))
+    ledger.invalidations.append(Invalidating(session, message.rid, key, known, retired, deadline_s))
 
 
 def settle_invalidations(turn: Turn) -> None:
@@ -112,7 +113,8 @@ def settle_invalidations(turn: Turn) -> None:
         if invalidating.retired:
             waiting.append(invalidating)
         else:
-            turn.send(invalidating.session, Done(invalidating.rid, (invalidating.key,)))
+            keys = (invalidating.key,) if invalidating.known else ()
+            turn.send(invalidating.session, Done(invalidating.rid, keys))
     turn.ledger.invalidations = waiting
 
 

@@ -215,11 +215,15 @@ class Flushing:
 
 @dataclass(slots=True)
 class Invalidating:
-    """An INVALIDATE that waits until the holders of these generations have heard of it."""
+    """An INVALIDATE that waits until the holders of these generations have heard of it.
+
+    `known` says whether there was anything to retire.
+    """
 
     session: SessionId
     rid: RequestId
     key: Key
+    known: bool
     retired: list[GenerationId]
     deadline_s: float
 

@@ -56,7 +56,7 @@ def _generations(system: System) -> Iterable[str]:
 
 def _records(worker: Worker) -> list[Any]:
     records = worker.records
-    return [*records._current.values(), *records._claims.values(), *records._locked()]
+    return [*records._current.values(), *records.used()]
 
 
 def _ranks(system: System, session: int) -> dict[int, int]:
@@ -181,7 +181,7 @@ def _worker(worker: Worker, gens: dict[str, int], ranks: dict[int, int]) -> tupl
             for r in known.values()
         ),
         tuple((key, order[id(record)]) for key, record in sorted(records._current.items())),
-        tuple((claims[claim], order[id(record)]) for claim, record in records._claims.items()),
+        tuple((claims[claim], order[id(record)]) for claim, (record, _) in records._claims.items()),
     )
 
 

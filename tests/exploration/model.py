@@ -651,7 +651,7 @@ class System:
 
     def _alive(self, worker: Worker, mapping: Mapping) -> bool:
         records = worker.records
-        held = [*records._current.values(), *records._claims.values(), *records._locked()]
+        held = [*records._current.values(), *records.used()]
         return any(record.module is mapping for record in held) or any(
             thread.mapping is mapping or any(kept is mapping for kept in thread.kept.values())
             for thread in worker.threads

@@ -312,7 +312,7 @@ class TestKeeper:
         def fail():
             raise RuntimeError
 
-        monkeypatch.setattr("gpu_worker.keeper.logger.error", error)
+        monkeypatch.setattr("gpu_worker.callbacks.logger.error", error)
         client.keeper.put(fail)
         coordinator.in_step(client)
 

@@ -22,5 +22,14 @@ def test_every_error_that_a_docstring_names_can_be_imported_from_here():
 
 def test_what_handles_need_of_a_worker_is_not_offered():
     public = {name for name in vars(Worker) if not name.startswith("_")}
-    assert public == {"state_dict", "load", "use", "evict", "flush", "shutdown"}
+    assert public == {
+        "state_dict",
+        "load",
+        "use",
+        "prefetch",
+        "invalidate",
+        "evict",
+        "flush",
+        "shutdown",
+    }
     assert {name for name in vars(ModelHandle) if not name.startswith("_")} == {"close"}

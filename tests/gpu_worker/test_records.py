@@ -22,6 +22,10 @@ def record(key=KEY, generation="g1", origin=FILE, module="module") -> Record[str
     return Record(key, GenerationId(generation), origin, module)
 
 
+def modules(evicted: list[Record[str]]) -> list[str]:
+    return [gone.module for gone in evicted]
+
+
 @pytest.fixture
 def records() -> Records[str]:
     """One idle record of KEY; claim 1 was on it."""
@@ -38,7 +42,7 @@ class TestClaims:
         assert records.claim(KEY, LINK, ClaimId(3)) is None
         assert records.claim(KEY, Origin("build", FILE.name), ClaimId(4)) is None
         assert records.claim(OTHER, FILE, ClaimId(5)) is None
-        assert records.held() == (Held(KEY, G1, claims=1, locks=0),)
+        assert records.held() == (Held(KEY, G1, claims=1, locks=0, threads=("",)),)
 
     def test_a_record_of_the_granted_generation_is_adopted_under_its_new_name(self, records):
         """Two paths of one file are one generation, and so one module."""
@@ -52,7 +56,7 @@ class TestClaims:
         assert records.evict(KEY) == []
         assert records.lock(ClaimId(2), LockId(1)) == "module"
         assert records.end_claim(ClaimId(2)) == []
-        assert records.unlock(LockId(1)) == ["module"]
+        assert modules(records.unlock(LockId(1))) == ["module"]
 
     def test_the_last_of_several_claims_lets_go(self, records):
         """S9: two handles on one stale record."""
@@ -60,7 +64,7 @@ class TestClaims:
         records.claim(KEY, FILE, ClaimId(3))
         records.evict(KEY)
         assert records.end_claim(ClaimId(2)) == []
-        assert records.end_claim(ClaimId(3)) == ["module"]
+        assert modules(records.end_claim(ClaimId(3))) == ["module"]
 
     def test_ending_a_claim_twice_or_one_that_never_was_changes_nothing(self, records):
         """Callers end what an interrupt may have kept from coming to be."""
@@ -70,7 +74,7 @@ class TestClaims:
         assert records.end_claim(ClaimId(99)) == []
         assert records.end_claim(ClaimId(2)) == []
         assert records.end_claim(ClaimId(2)) == []
-        assert records.held() == (Held(KEY, G1, claims=1, locks=0),)
+        assert records.held() == (Held(KEY, G1, claims=1, locks=0, threads=("",)),)
 
 
 class TestLocks:
@@ -82,8 +86,8 @@ class TestLocks:
         records.evict(KEY)
         assert records.unlock(LockId(2)) == []
         assert records.unlock(LockId(2)) == []
-        assert records.held() == (Held(KEY, G1, claims=0, locks=1),)
-        assert records.unlock(LockId(1)) == ["module"]
+        assert records.held() == (Held(KEY, G1, claims=0, locks=1, threads=("",)),)
+        assert modules(records.unlock(LockId(1))) == ["module"]
 
     def test_the_last_lock_of_a_claim_is_the_newest_that_has_not_ended(self, records):
         records.claim(KEY, FILE, ClaimId(2))
@@ -104,13 +108,13 @@ class TestLocks:
         with pytest.raises(WorkerClosed):
             records.lock(ClaimId(2), LockId(1))
         assert records.held() == ()
-        assert records.evict(KEY) == ["module"]
+        assert modules(records.evict(KEY)) == ["module"]
 
 
 class TestEnds:
     def test_an_idle_record_is_gone_at_once_and_only_once(self, records):
         """S5, S26."""
-        assert records.evict(KEY) == ["module"]
+        assert modules(records.evict(KEY)) == ["module"]
         assert records.evict(KEY) == []
         assert records.claim(KEY, FILE, ClaimId(2)) is None
 
@@ -119,12 +123,14 @@ class TestEnds:
         records.claim(KEY, FILE, ClaimId(2))
         assert records.admit(record(generation="g2", module="new"), ClaimId(3)) == []
         assert records.claim(KEY, FILE, ClaimId(4)).module == "new"
-        assert records.end_claim(ClaimId(2)) == ["module"]
+        assert modules(records.end_claim(ClaimId(2))) == ["module"]
         assert records.end_claim(ClaimId(3)) == records.end_claim(ClaimId(4)) == []
-        assert records.evict(KEY) == ["new"]
+        assert modules(records.evict(KEY)) == ["new"]
 
     def test_an_idle_predecessor_is_let_go_of_when_its_successor_is_admitted(self, records):
-        assert records.admit(record(generation="g2", module="new"), ClaimId(2)) == ["module"]
+        assert modules(records.admit(record(generation="g2", module="new"), ClaimId(2))) == [
+            "module"
+        ]
 
     def test_only_a_newer_generation_outdates_a_record(self, records):
         assert records.outdate(KEY, GenerationId("g0")) == []
@@ -132,15 +138,15 @@ class TestEnds:
         assert records.outdate(OTHER, GenerationId("g2")) == []
         assert records.claim(KEY, FILE, ClaimId(2)) is not None
         records.end_claim(ClaimId(2))
-        assert records.outdate(KEY, GenerationId("g2")) == ["module"]
+        assert modules(records.outdate(KEY, GenerationId("g2"))) == ["module"]
 
     def test_closing_lets_the_idle_go_and_makes_the_rest_stale(self, records):
         """S6, S7."""
         records.admit(record(key=OTHER, module="vae"), ClaimId(2))
-        assert records.close() == ["module"]
-        assert records.held() == (Held(OTHER, G1, claims=1, locks=0),)
+        assert modules(records.close()) == ["module"]
+        assert records.held() == (Held(OTHER, G1, claims=1, locks=0, threads=("",)),)
         assert records.claim(OTHER, FILE, ClaimId(3)) is None
-        assert records.end_claim(ClaimId(2)) == ["vae"]
+        assert modules(records.end_claim(ClaimId(2))) == ["vae"]
         assert records.close() == []
 
     def test_what_arrives_after_closing_is_usable_once(self, records):
@@ -150,7 +156,7 @@ class TestEnds:
         assert records.claim(KEY, FILE, ClaimId(3)) is None
         assert records.lock(ClaimId(2), LockId(1)) == "late"
         assert records.end_claim(ClaimId(2)) == []
-        assert records.unlock(LockId(1)) == ["late"]
+        assert modules(records.unlock(LockId(1))) == ["late"]
 
 
 class RecordsAgainstModel(RuleBasedStateMachine):
@@ -170,11 +176,15 @@ class RecordsAgainstModel(RuleBasedStateMachine):
         self.origins: dict[str, Origin] = {}
         self.generations: dict[str, str] = {}
         self.uses: dict[str, set[object]] = {}
+        self.leaving: set[str] = set()
         self.alive: set[str] = set()
 
-    def let_go(self, dropped: list[str]) -> None:
+    def let_go(self, dropped: list[Record[str]]) -> None:
         """What was let go of must be what the model has no more use for."""
-        for module in dropped:
+        for key, module in list(self.current.items()):
+            if module in self.leaving and not self.uses[module]:
+                del self.current[key]
+        for module in modules(dropped):
             assert module in self.alive, f"{module} was let go of twice"
             self.alive.remove(module)
         led_to = set(self.current.values())
@@ -217,6 +227,7 @@ class RecordsAgainstModel(RuleBasedStateMachine):
         assert (found.module if found else None) == module
         if module is not None:
             self.origins[module] = origin
+            self.leaving.discard(module)
             self.uses[module].add(claim)
         return claim
 
@@ -260,6 +271,25 @@ class RecordsAgainstModel(RuleBasedStateMachine):
         if module is not None and self.generations[module] < newer:
             del self.current[key]
         self.let_go(self.records.outdate(key, GenerationId(newer)))
+
+    @rule(key=st.sampled_from([KEY, OTHER]), asked=st.sampled_from(["room", "stale"]))
+    def revoke(self, key, asked):
+        module = self.current.get(key)
+        if module is None:
+            return
+        if asked == "stale":
+            del self.current[key]
+        else:
+            self.leaving.add(module)
+        self.let_go(self.records.revoke(GenerationId(self.generations[module]), asked))
+
+    @rule()
+    def expire(self):
+        """Every use ended at 0."""
+        for key, module in list(self.current.items()):
+            if not self.uses[module]:
+                del self.current[key]
+        self.let_go(self.records.expire(0.0))
 
     @rule(sure=st.integers(0, 9))
     def close(self, sure):

@@ -223,7 +223,9 @@ class TestHandles:
             assert not worker.evict(key), "it is locked"
             with pytest.raises(WorkerClosed):
                 handle.__enter__()
-            assert worker.shutdown() == (Held(key, handle.generation, claims=0, locks=1),)
+            assert worker.shutdown() == (
+                Held(key, handle.generation, claims=0, locks=1, threads=("MainThread",)),
+            )
         assert worker.shutdown() == ()
         handle.close()
 
@@ -351,7 +353,9 @@ class TestShutdown:
         held = worker.load(key, skeleton=skeleton, source=source)
         with worker.use(f"{key}2", skeleton=skeleton, source=source):
             pass
-        assert worker.shutdown() == (Held(key, held.generation, claims=1, locks=0),)
+        assert worker.shutdown() == (
+            Held(key, held.generation, claims=1, locks=0, threads=("MainThread",)),
+        )
         assert (leases(operator, key), leases(operator, f"{key}2")) == (1, 0)
         with held as module:
             assert module.state_dict()["bias"][0] == 1
@@ -422,7 +426,9 @@ class TestShutdown:
             mortal.stop(signal.SIGTERM)
             with pytest.raises(CoordinatorLost, match="has left"):
                 worker.flush()
-            assert worker.shutdown() == (Held("k", handle.generation, claims=1, locks=0),)
+            assert worker.shutdown() == (
+                Held("k", handle.generation, claims=1, locks=0, threads=("MainThread",)),
+            )
             with handle as module:
                 assert module.state_dict()["bias"][0] == 1
             handle.close()
