@@ -253,7 +253,7 @@ class TestIdle:
         wait_until(lambda: other.generation("mine").leases == ())
         worker.shutdown()
 
-    def test_what_is_in_use_stays(self, coordinator, file, told):
+    def test_what_is_in_use_stays(self, coordinator, file, told, monkeypatch):
         worker = gpu_worker.attach(
             coordinator.socket,
             idle_timeout=0.01,
@@ -262,7 +262,12 @@ class TestIdle:
         swept = threading.Event()
         with worker.use("mine", skeleton=wide, source=file):
             expire = worker._records.expire
-            worker._records.expire = lambda before_s: (swept.set(), expire(before_s))[1]
+
+            def sweep(before_s: float):
+                swept.set()
+                return expire(before_s)
+
+            monkeypatch.setattr(worker._records, "expire", sweep)
             assert swept.wait(WAIT_S)
             assert told == []
         wait_until(lambda: told == [("mine", "unused")])

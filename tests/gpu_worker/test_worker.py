@@ -400,23 +400,23 @@ class TestShutdown:
 
     def test_its_session_ends_with_the_last_worker(self, served, operator, key, source):
         """And not before: another worker of this process goes on."""
-        before = len(operator.status().sessions)
+        wait_until(lambda: operator.status().sessions == ())  # of the tests before
         with gpu_worker.attach(served.socket) as other:
             with gpu_worker.attach(served.socket) as worker:
                 state = worker.state_dict(key, source=source)
-            assert len(operator.status().sessions) == before + 1
+            assert len(operator.status().sessions) == 1
             assert torch.equal(other.state_dict(key, source=source)["bias"], state["bias"])
-        assert len(operator.status().sessions) == before + 1
+        assert len(operator.status().sessions) == 1
         del state
-        wait_until(lambda: len(operator.status().sessions) == before)
+        wait_until(lambda: len(operator.status().sessions) == 0)
 
     def test_a_worker_that_is_dropped_gives_everything_back(self, served, operator, key, source):
-        before = len(operator.status().sessions)
+        wait_until(lambda: operator.status().sessions == ())  # of the tests before
         worker = gpu_worker.attach(served.socket)
         worker.load(key, skeleton=skeleton, source=source).close()
         del worker
         gc.collect()
-        wait_until(lambda: len(operator.status().sessions) == before)
+        wait_until(lambda: operator.status().sessions == ())
         assert leases(operator, key) == 0
 
     def test_without_a_coordinator_it_returns(self, tmp_path, source):
