@@ -494,24 +494,24 @@ class Client:
         """Have every worker let go of a generation, then see whether anything is left of it."""
         for worker in list(self.workers):
             worker._revoked(revoked.gen, asked)
-        self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease))
+        self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease, asked))
 
     def _revoke_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         for worker in list(self.workers):
             worker._revoked(gen, asked)
-        self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease))
+        self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease, asked))
 
-    def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId) -> None:
+    def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         with self._lock:
             if self._charges.get(gen) == lease:
-                self._connection.post(Ack(gen, lease))
+                self._connection.post(Ack(gen, lease, asked == "stale"))
 
-    def _acknowledge(self, revoked: mapping.Mapping, lease: LeaseId) -> None:
+    def _acknowledge(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
         """Say so if the lease goes on; if not, its RELEASE has been sent."""
         with self._lock:
             revoked.letting_go = False
             if revoked.buffer() is not None and revoked.lease == lease:
-                self._connection.post(Ack(revoked.gen, lease))
+                self._connection.post(Ack(revoked.gen, lease, asked == "stale"))
 
     def _discharge(self, charged: Charged) -> None:
         with self._lock:

@@ -164,10 +164,14 @@ class Release(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """The answer to a REVOKE of a lease that goes on: it was heard, and something holds it."""
+    """The answer to a REVOKE of a lease that goes on: it was heard, and something holds it.
+
+    `stale` as in the REVOKE: a later one may be on its way by now.
+    """
 
     gen: GenerationId
     lease: LeaseId
+    stale: bool
 
 
 class Invalidate(Message, frozen=True):

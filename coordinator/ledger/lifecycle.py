@@ -153,7 +153,8 @@ def ack(turn: Turn, session: SessionId, message: Ack) -> None:
     """A holder has heard a REVOKE, and something of its own keeps the lease."""
     generation = turn.ledger.generations.get(message.gen)
     lease = None if generation is None else generation.leases.get(session)
-    if lease is not None and lease.id == message.lease and lease.asked:
+    asked = "stale" if message.stale else "room"
+    if lease is not None and lease.id == message.lease and lease.asked == asked:
         lease.answer = "kept"
 
 

@@ -29,18 +29,35 @@ class State(enum.Enum):
     FREEING = "freeing"
 
 
-TRANSITIONS: dict[State, tuple[State, ...]] = {
-    State.OPEN: (State.RESERVED, State.READY),
-    State.RESERVED: (State.FILLING, State.FREEING),
-    State.FILLING: (State.READY, State.RETIRED, State.FREEING),
-    State.READY: (State.RETIRED, State.FREEING),
-    State.RETIRED: (State.FREEING,),
-    State.FREEING: (),
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.OPEN: {
+        State.RESERVED: "RESERVE admitted",
+        State.READY: "CHARGE admitted",
+    },
+    State.RESERVED: {
+        State.FILLING: "backed: SPACE goes to the owner",
+        State.FREEING: "backing refused, owner lost or ended, a source nobody waits for",
+    },
+    State.FILLING: {
+        State.READY: "COMMIT, sealed: whoever asked gets a lease",
+        State.RETIRED: "the same, if doomed",
+        State.FREEING: "ABORT, owner ended, seal of a loader's refused",
+    },
+    State.READY: {
+        State.RETIRED: "successor sealed, invalidated or draining, while leased",
+        State.FREEING: "the same without a lease; room needed, evicted",
+    },
+    State.RETIRED: {State.FREEING: "last lease ended"},
+    State.FREEING: {},
 }
-"""Every move there is. OPEN, FREEING and private READY may also leave the table.
+"""Every move there is, and what causes it. scripts/diagrams draws the docs from this."""
 
-Only a private generation goes from OPEN to READY: its bytes are the process's own.
-"""
+LEAVING: dict[State, str] = {
+    State.OPEN: "ABORT, CANCEL, owner lost or ended, never fits, a source nobody waits for",
+    State.READY: "private, and its lease ended",
+    State.FREEING: "the kernel has the bytes back",
+}
+"""From where a generation leaves the table, and why."""
 
 RUNNING = (State.OPEN, State.RESERVED, State.FILLING)
 LEASABLE = (State.READY, State.RETIRED)

@@ -83,6 +83,7 @@ FAULTS = frozenset(
         "replay",
         "kill",
         "change",
+        "clock",
         "nomem",
         "unsealed",
         "unmapped",
@@ -219,6 +220,7 @@ class System:
         self.last_asked: dict[str, str] = {}
         """The fingerprint of the last ACQUIRE that was not a repetition, by key."""
         self.faults = dict(world.faults)
+        self.now_s = 0.0
         for session in range(len(self.workers)):
             self._feed(Attached(session, 1000 + session, f"w{session}", "cpu", "worker"))
 
@@ -320,6 +322,9 @@ class System:
     def _can_kill(self) -> Iterator[Action]:
         return (("kill", gen) for gen in self.loaders)
 
+    def _can_clock(self) -> Iterator[Action]:
+        yield ("clock",)
+
     def _can_nomem(self) -> Iterator[Action]:
         return (("nomem", gen) for kind, gen in self.jobs if kind == "back")
 
@@ -414,6 +419,11 @@ class System:
         del self.loaders[gen]
         self._feed(LoaderEnded(gen, "was killed"))
 
+    def _do_clock(self) -> None:
+        """The host was asleep, past every deadline."""
+        self.now_s += 2 * FOREVER_S
+        self._feed(TimePassed())
+
     def _do_nomem(self, gen: GenerationId) -> None:
         """The kernel has no memory for a segment, or the coordinator no fd."""
         self.jobs.remove(("back", gen))
@@ -459,15 +469,15 @@ class System:
     def _do_deadline(self, session: int, rid: int) -> None:
         request = self.ledger.requests.get((session, rid))
         if request is not None:
-            request.timeout_s = -1.0
+            request.timeout_s = -1e6
         for invalidating in self.ledger.invalidations:
             if (invalidating.session, invalidating.rid) == (session, rid):
-                invalidating.deadline_s = -1.0
+                invalidating.deadline_s = self.now_s - 1.0
         self._feed(TimePassed())
 
     def _do_overdue(self) -> None:
         for lease in deadlines._unanswered(self.ledger):
-            lease.asked_s = -2 * deadlines.REVOKE_PATIENCE_S
+            lease.asked_s = self.now_s - 2 * deadlines.REVOKE_PATIENCE_S
         self._feed(TimePassed())
 
     def _do_replay(self, session: int, index: int) -> None:
@@ -481,7 +491,7 @@ class System:
         wanted = [
             generation for generation in self.ledger.running.values() if not generation.doomed
         ]
-        for effect in apply(self.ledger, event, 0.0):
+        for effect in apply(self.ledger, event, self.now_s):
             self._effect(effect)
         for name, pool in self.ledger.pools.items():
             if pool.in_use_bytes > max(pool.limit_bytes, before[name]):
@@ -561,7 +571,7 @@ class System:
                 if mapping is not None and mapping.lease == lease:
                     mapping.asked = "stale" if stale else "room"
                     worker.keeper.append(("revoke", mapping, lease, mapping.asked))
-                self._revoke_charge(session, gen, lease)
+                self._revoke_charge(session, gen, lease, stale)
 
     def _expected(self, session: int, rid: int) -> Request:
         request = self.workers[session].requests.get(rid)
@@ -631,16 +641,16 @@ class System:
                 worker.records.revoke(mapping.gen, asked)
                 # Behind what that lets go of.
                 self._collect(session, worker)
-                worker.keeper.append(("settled", mapping, lease))
-            case ("settled", mapping, lease):
+                worker.keeper.append(("settled", mapping, lease, asked))
+            case ("settled", mapping, lease, asked):
                 if mapping.lease == lease and self._alive(worker, mapping):
-                    self._send(worker, Ack(mapping.gen, lease))
+                    self._send(worker, Ack(mapping.gen, lease, asked == "stale"))
 
-    def _revoke_charge(self, session: int, gen: GenerationId, lease: int) -> None:
+    def _revoke_charge(self, session: int, gen: GenerationId, lease: int, stale: bool) -> None:
         """A charge is held by its thread until that is done with it."""
         worker = self.workers[session]
         if any((gen, lease) in thread.charges for thread in worker.threads):
-            self._send(worker, Ack(gen, lease))
+            self._send(worker, Ack(gen, lease, stale))
 
     def _collect(self, session: int, worker: Worker) -> None:
         """What nothing refers to any more goes to the keeper, as finalizers have it."""

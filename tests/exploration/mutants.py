@@ -64,6 +64,13 @@ def _releases_by_key(turn: Turn, session: Any, message: Any) -> None:
             turn.end_lease(session, generation)
 
 
+def _takes_any_ack(turn: Turn, session: Any, message: Any) -> None:
+    generation = turn.ledger.generations.get(message.gen)
+    lease = generation.leases.get(session) if generation else None
+    if lease is not None and lease.id == message.lease and lease.asked:
+        lease.answer = "kept"
+
+
 _said = heart._said
 
 
@@ -297,6 +304,14 @@ MUTANTS = [
         Records,
         "admit",
         _admits_as_if_nothing_was_asked,
+    ),
+    Mutant(
+        9,
+        "an ACK of one REVOKE is taken for that of the next",
+        "invalidate what makes room",
+        lifecycle,
+        "ack",
+        _takes_any_ack,
     ),
     Mutant(
         11,

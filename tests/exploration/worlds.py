@@ -212,6 +212,15 @@ SMALL = [
         slow=frozenset({"load", "seal"}),
     ),
     World(
+        "invalidate what makes room",
+        (
+            (once(op("hold", "a"), op("end", "a")),),
+            (once(use("b")),),
+            (once(op("invalidate", "a")),),
+        ),
+        B,
+    ),
+    World(
         "invalidate, and a holder dies",
         ((once(op("state", "a"), op("drop", "a")),), (once(op("invalidate", "a")),)),
         {"a": 30},
