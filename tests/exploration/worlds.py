@@ -243,3 +243,85 @@ SMALL = [
         faults={"overdue": 2},
     ),
 ]
+
+
+LARGE = [
+    World(
+        "three askers, two fingerprints, slow loaders",
+        ((once(use("a", "v1")),), (once(use("a", "v2")),), (once(use("a", "v1")),)),
+        {"a": 30},
+        slow=frozenset({"load"}),
+    ),
+    World(
+        "builders and waiters die or are lost",
+        (
+            (once(use("a", build=True)),),
+            (once(use("a", build=True)),),
+            (once(use("a", build=True)),),
+        ),
+        {"a": 30},
+        slow=frozenset({"back"}),
+        faults={"die": 2, "disconnect": 1},
+    ),
+    World(
+        "two threads each, three keys, room for two",
+        (
+            (once(op("hold", "a"), op("end", "a")), once(use("b"))),
+            (once(use("c")), once(use("a"))),
+        ),
+        C,
+    ),
+    World(
+        "three processes take turns, and let go slowly",
+        ((loop(use("a")),), (loop(use("b")),), (loop(use("c")),)),
+        C,
+        slow=frozenset({"free"}),
+    ),
+    World(
+        "three processes, two threads in one, cancels and deadlines",
+        (
+            (once(use("a")), once(use("b", build=True))),
+            (once(use("b", build=True)),),
+            (once(use("a")),),
+        ),
+        B,
+        faults={"cancel": 1, "deadline": 1},
+    ),
+    World(
+        "rolling replacement with two servers",
+        (
+            (loop(use("a", "v1", build=True)),),
+            (loop(use("a", "v1", build=True)),),
+            (once(use("a", "v2", build=True)),),
+        ),
+        {"a": 30},
+    ),
+    World(
+        "two pools, a holder in each, deaths",
+        (
+            (
+                once(
+                    op("hold", "a"),
+                    op("charge", pool="vram", size=30),
+                    op("uncharge"),
+                    op("end", "a"),
+                ),
+            ),
+            (once(op("charge", pool="vram", size=50), use("b"), op("uncharge")),),
+            (once(op("charge", pool="vram", size=80), op("uncharge")),),
+        ),
+        {"a": 40, "b": 80},
+        limits={"ram": 100, "vram": 100},
+        faults={"die": 1},
+    ),
+    World(
+        "invalidate among three, room short",
+        (
+            (once(op("state", "a"), op("drop", "a"), use("a")),),
+            (once(use("a"), op("invalidate", "a")),),
+            (once(use("b")),),
+        ),
+        B,
+    ),
+]
+"""Explored at length by scripts/explore, not in every test run."""
