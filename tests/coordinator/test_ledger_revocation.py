@@ -1,0 +1,411 @@
+"""Room that others hold, private charges, limits and retirement."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.ledger.deadlines import REVOKE_PATIENCE_S
+from coordinator.ledger.events import Send
+from coordinator.ledger.state import State
+from shm_store.wire import (
+    Ack,
+    Acquire,
+    Charge,
+    Copied,
+    CopiedPages,
+    Done,
+    Drain,
+    Fail,
+    Grant,
+    Invalidate,
+    Limit,
+    Pin,
+    Revoke,
+)
+from tests.coordinator.ledger_world import World
+
+
+def revokes(world: World) -> list[tuple[int, str, bool]]:
+    """Session, key and staleness of every REVOKE so far, in order."""
+    keys = {gen: generation.key for gen, generation in world.ledger.generations.items()}
+    return [
+        (effect.session, keys.get(effect.message.gen, "gone"), effect.message.stale)
+        for effect in world.log
+        if isinstance(effect, Send) and isinstance(effect.message, Revoke)
+    ]
+
+
+def wants(world: World, session: int, key: str, size: int, prefetch: bool = False) -> int:
+    """A loader's RESERVE for a new key. Returns the rid."""
+    rid = world.rid(session)
+    message = Acquire(rid, key, f"/{key}", "", 300.0, prefetch)
+    world.say(session, message, f"file:{key}")
+    world.reserve(world.newest(), size)
+    return rid
+
+
+def ack(world: World, session: int, gen: str, *, stale: bool = False) -> None:
+    world.say(session, Ack(gen, world.leases(gen)[session], stale))
+
+
+def charge(world: World, session: int, size: int, pool: str = "ram") -> tuple[int, str]:
+    rid = world.rid(session)
+    world.say(session, Charge(rid, pool, "private", size, 300.0))
+    return rid, world.newest()
+
+
+def answers_done(world: World, session: int, rid: int) -> list[Done]:
+    return [
+        effect.message
+        for effect in world.log
+        if isinstance(effect, Send)
+        and effect.session == session
+        and isinstance(effect.message, Done)
+        and effect.message.rid == rid
+    ]
+
+
+# --- who is asked ---------------------------------------------------------------------------------
+
+
+def test_what_is_retained_goes_before_anybody_is_asked():
+    world = World()
+    world.attach(1, 2)
+    world.retain(1, "idle", 500)
+    world.have(1, "held", 500)
+    wants(world, 2, "new", 400)
+    assert revokes(world) == []
+
+
+def test_fewest_holders_are_asked_first_then_the_longest_granted_and_no_more_than_needed():
+    world = World()
+    world.attach(1, 2, 3)
+    for key in ("shared", "again", "once"):
+        world.have(1, key, 300)
+    world.load(2, "shared")
+    world.now_s = 5.0
+    world.load(1, "again")
+    wants(world, 3, "new", 350)
+    assert revokes(world) == [(1, "once", False)]
+
+
+def test_what_is_coming_already_is_not_counted_twice():
+    world = World()
+    world.attach(1, 2)
+    world.have(1, "a", 500)
+    world.have(1, "b", 500)
+    world.cancel(2, wants(world, 2, "small", 400))
+    assert revokes(world) == [(1, "a", False)]
+    wants(world, 2, "large", 800)
+    assert revokes(world) == [(1, "a", False), (1, "b", False)]
+
+
+def test_a_pinned_one_is_never_asked_for():
+    world = World()
+    world.attach(1, 2)
+    world.have(1, "pinned", 600)
+    world.say(1, Pin(world.rid(1), "pinned"))
+    world.have(1, "held", 300)
+    wants(world, 2, "new", 300)
+    assert revokes(world) == [(1, "held", False)]
+
+
+def test_a_holder_that_keeps_it_has_the_next_one_asked():
+    world = World()
+    world.attach(1, 2)
+    kept, _ = world.have(1, "a", 500)
+    world.now_s = 1.0
+    world.have(1, "b", 500)
+    wants(world, 2, "new", 400)
+    assert revokes(world) == [(1, "a", False)]
+    ack(world, 1, kept)
+    assert revokes(world) == [(1, "a", False), (1, "b", False)]
+
+
+def test_a_holder_that_says_nothing_has_the_next_one_asked_after_a_while():
+    """It may be stopped."""
+    world = World()
+    world.attach(1, 2, 3)
+    world.have(1, "a", 500)
+    world.have(2, "b", 500)
+    wants(world, 3, "new", 400)
+    world.wait_until(REVOKE_PATIENCE_S / 2)
+    assert revokes(world) == [(1, "a", False)]
+    world.wait_until(REVOKE_PATIENCE_S)
+    assert revokes(world) == [(1, "a", False), (2, "b", False)]
+
+
+def test_of_what_one_holder_keeps_the_others_are_not_asked_again():
+    """What they let go of would free nothing."""
+    world = World()
+    world.attach(1, 2, 3)
+    gen, _ = world.have(1, "a", 900)
+    world.load(2, "a")
+    wants(world, 3, "new", 400)
+    ack(world, 1, gen)
+    asked = len(revokes(world))
+    world.load(2, "a")  # a new lease, not asked yet
+    assert len(revokes(world)) == asked
+
+
+def test_a_new_lease_starts_unasked_and_is_asked_again():
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "a", 900)
+    wants(world, 2, "new", 400)
+    world.load(1, "a")
+    assert revokes(world) == [(1, "a", False)] * 2
+    ack(world, 1, gen)
+
+
+def test_a_late_ack_of_another_lease_or_another_revoke_changes_nothing():
+    world = World()
+    world.attach(1, 2)
+    gen, lease = world.have(1, "a", 900)
+    world.say(1, Ack(gen, lease, False))  # of nothing
+    wants(world, 2, "new", 400)
+    world.say(1, Ack(gen, lease + 7, False))
+    world.say(1, Ack(gen, lease, True))
+    world.say(2, Ack(gen, lease, False))
+    assert [lease.answer for lease in world.generation(gen).leases.values()] == [""]
+
+
+def test_what_was_asked_for_and_ends_makes_room():
+    world = World()
+    world.attach(1, 2)
+    gen, lease = world.have(1, "a", 900)
+    rid = wants(world, 2, "new", 400)
+    new = world.newest()
+    world.release(1, gen, lease)
+    world.freed(gen)
+    world.backed(new)
+    world.commit(new)
+    world.sealed(new)
+    assert world.answer(2, rid) == Grant(rid, new)
+
+
+# --- who waits, and who does not ------------------------------------------------------------------
+
+
+def test_a_prefetch_asks_nobody_and_waits_behind_every_load():
+    world = World()
+    world.attach(1, 2)
+    gen, lease = world.have(1, "held", 700)
+    wants(world, 2, "fetched", 500, prefetch=True)
+    fetched = world.newest()
+    assert revokes(world) == []
+    wants(world, 2, "loaded", 600)
+    loaded = world.newest()
+    world.release(1, gen, lease)
+    world.freed(gen)
+    assert world.state(loaded) is State.RESERVED and world.state(fetched) is State.OPEN
+
+
+def test_a_load_of_what_is_prefetched_makes_it_a_load():
+    world = World()
+    world.attach(1, 2)
+    world.have(1, "held", 700)
+    wants(world, 2, "fetched", 500, prefetch=True)
+    world.say(1, Acquire(world.rid(1), "fetched", "/fetched", "", 300.0), "file:fetched")
+    assert revokes(world) == [(1, "held", False)]
+
+
+def test_a_hit_on_what_is_to_go_waits_and_has_it_if_it_stays():
+    world = World()
+    world.attach(1, 2, 3)
+    gen, _ = world.have(1, "a", 900)
+    waiting = wants(world, 2, "new", 400)
+    hit = world.load(3, "a")
+    assert world.answer(3, hit) is None
+    world.cancel(2, waiting)
+    assert world.answer(3, hit) == Grant(hit, gen)
+
+
+def test_a_hit_on_what_is_to_go_starts_over_when_it_is_gone():
+    world = World()
+    world.attach(1, 2, 3)
+    gen, lease = world.have(1, "a", 900)
+    wants(world, 2, "new", 400)
+    hit = world.load(3, "a")
+    world.release(1, gen, lease)
+    assert world.state(gen) is State.FREEING
+    world.freed(gen)
+    again = world.newest()
+    world.fill(again, 500)
+    assert world.answer(3, hit) == Grant(hit, again)
+
+
+def test_a_hit_that_waits_has_a_deadline_too():
+    world = World()
+    world.attach(1, 2, 3)
+    world.have(1, "a", 900)
+    wants(world, 2, "new", 400)
+    hit = world.load(3, "a", timeout_s=10.0)
+    world.wait_until(10.0)
+    answer = world.answer(3, hit)
+    assert isinstance(answer, Fail) and answer.cause.code == "budget_exceeded"
+    assert "make room for 'new'" in answer.cause.message
+
+
+# --- private charges ------------------------------------------------------------------------------
+
+
+def test_a_charge_is_granted_without_a_segment_and_never_matched_by_key():
+    world = World()
+    world.attach(1, 2)
+    rid, gen = charge(world, 1, 300)
+    (grant,) = [e for e in world.log if isinstance(e, Send) and isinstance(e.message, Grant)]
+    assert (grant.message, grant.segment) == (Grant(rid, gen), None)
+    assert (world.ram().private_bytes, world.ram().leased_bytes) == (300, 0)
+    world.load(2, "private")
+    assert world.newest() != gen
+    other, _ = charge(world, 2, 300)
+    assert isinstance(world.answer(2, other), Grant)
+
+
+@pytest.mark.parametrize("end", ["release", "death"])
+def test_a_charge_ends_at_once_with_its_lease_and_debits_only_its_class(end):
+    """S3."""
+    world = World()
+    world.attach(1, 2)
+    shared, _ = world.have(2, "a", 200)
+    rid, gen = charge(world, 1, 300)
+    if end == "release":
+        world.release(1, gen, rid)
+        world.release(1, gen, rid)
+    else:
+        world.end(1)
+    assert world.state(gen) is None and world.state(shared) is State.READY
+    assert (world.ram().private_bytes, world.ram().leased_bytes) == (0, 200)
+
+
+def test_a_charge_waits_for_room_and_can_be_given_up():
+    world = World()
+    world.attach(1, 2)
+    held, lease = world.have(1, "a", 900)
+    rid, gen = charge(world, 2, 300)
+    given_up, _ = charge(world, 2, 50)
+    world.cancel(2, given_up)
+    assert world.failure(2, given_up) in (None, "cancelled")
+    world.release(1, held, lease)
+    world.freed(held)
+    assert world.answer(2, rid) == Grant(rid, gen)
+    too_much, _ = charge(world, 2, 5000)
+    assert world.failure(2, too_much) == "budget_exceeded"
+    nowhere = world.rid(2)
+    world.say(2, Charge(nowhere, "vram", "private", 1, 1.0))
+    assert world.failure(2, nowhere) == "argument_refused"
+
+
+def test_copied_pages_are_charged_to_their_lease_and_end_with_it():
+    """Past the limit, if need be: they exist."""
+    world = World()
+    world.attach(1, 2)
+    gen, lease = world.have(1, "a", 900)
+    pages = (CopiedPages(1, gen, 300), CopiedPages(2, gen, 100), CopiedPages(1, "none", 100))
+    rid = world.rid(2)
+    world.say(2, Copied(rid, pages))
+    assert answers_done(world, 2, rid)
+    assert (world.ram().private_bytes, world.ram().in_use_bytes) == (300, 1200)
+    world.say(2, Copied(world.rid(2), (CopiedPages(1, gen, 100),)))
+    assert world.ram().in_use_bytes == 1000
+    world.load(1, "a")
+    assert world.ram().private_bytes == 100, "the map is the same"
+    world.release(1, gen, lease)
+    world.release(1, gen, world.leases(gen)[1])
+    assert world.ram().in_use_bytes == 900 and world.ram().private_bytes == 0
+
+
+# --- limits, retirement, drain --------------------------------------------------------------------
+
+
+def test_a_lowered_limit_evicts_what_is_idle_asks_for_the_rest_and_admits_nothing():
+    """Rule 15."""
+    world = World()
+    world.attach(1, 2)
+    idle = world.retain(1, "idle", 300)
+    gen, lease = world.have(1, "held", 500)
+    rid = world.rid(2)
+    world.say(2, Limit(rid, "ram", 400))
+    assert answers_done(world, 2, rid)
+    assert world.state(idle) is State.FREEING and revokes(world) == [(1, "held", False)]
+    waiting = wants(world, 2, "new", 100)
+    world.freed(idle)
+    assert world.answer(2, waiting) is None and world.ram().in_use_bytes == 500
+    never = wants(world, 2, "more", 450)
+    assert world.failure(2, never) == "budget_exceeded"
+    world.release(1, gen, lease)
+    world.freed(gen)
+    assert world.state(world.generation(world.newest()).id) is State.RESERVED
+
+
+def test_a_limit_of_an_unknown_pool_is_refused():
+    world = World()
+    world.attach(1)
+    rid = world.rid(1)
+    world.say(1, Limit(rid, "vram", 1))
+    assert world.failure(1, rid) == "argument_refused"
+
+
+def test_invalidate_is_answered_when_every_holder_has_heard():
+    """Rule 9."""
+    world = World()
+    world.attach(1, 2, 3)
+    gen, _ = world.have(1, "a")
+    world.load(2, "a")
+    rid = world.rid(3)
+    world.say(3, Invalidate(rid, "a", 10.0))
+    assert world.state(gen) is State.RETIRED
+    assert revokes(world) == [(1, "a", True), (2, "a", True)]
+    ack(world, 1, gen, stale=True)
+    assert answers_done(world, 3, rid) == []
+    world.end(2)
+    assert answers_done(world, 3, rid) == [Done(rid, ("a",))]
+    again = world.load(3, "a")
+    assert world.answer(3, again) is None and world.newest() != gen
+
+
+def test_invalidate_names_at_its_deadline_who_has_not_heard():
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "a")
+    rid = world.rid(2)
+    world.say(2, Invalidate(rid, "a", 10.0))
+    world.wait_until(10.0)
+    answer = world.answer(2, rid)
+    assert isinstance(answer, Fail) and answer.cause.code == "invalidate_incomplete"
+    assert [holder.generation for holder in answer.cause.holders] == [gen]
+    assert world.state(gen) is State.RETIRED
+
+
+def test_invalidate_of_nothing_is_nothing():
+    world = World()
+    world.attach(1)
+    rid = world.rid(1)
+    world.say(1, Invalidate(rid, "a", 10.0))
+    assert answers_done(world, 1, rid) == [Done(rid, ())]
+
+
+def test_a_doomed_fill_tells_those_it_serves_that_it_is_retired():
+    world = World()
+    world.attach(1, 2)
+    old = world.load(1, "a", file="f1")
+    gen = world.newest()
+    world.load(2, "a", file="f2")
+    world.fill(gen)
+    assert isinstance(world.answer(1, old), Grant)
+    assert revokes(world) == [(1, "a", True)]
+
+
+def test_drain_asks_for_everything():
+    world = World()
+    world.attach(1, 2)
+    gen, lease = world.have(1, "a", 200)
+    rid, private = charge(world, 1, 100)
+    drained = world.rid(2)
+    world.say(2, Drain(drained, 60.0))
+    assert sorted(revokes(world)) == [(1, "a", True), (1, "private", True)]
+    world.release(1, gen, lease)
+    world.freed(gen)
+    world.release(1, private, rid)
+    assert answers_done(world, 2, drained)
