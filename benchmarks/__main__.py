@@ -1,4 +1,4 @@
-"""`python -m benchmarks attach|memory|kill|start [--json]`, which `scripts/bench` calls."""
+"""`python -m benchmarks BENCHMARK [--json]`, which `scripts/bench` calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--idle-seconds", type=float, default=30.0)
     start.set_defaults(run=_start)
 
-    for command in (attach, memory, kill, start):
+    lock = commands.add_parser("lock", help="entering and leaving a handle of a loaded module")
+    lock.add_argument("--pairs", type=int, default=500, help="in each round")
+    lock.add_argument("--rounds", type=int, default=200)
+    lock.set_defaults(run=_lock)
+
+    for command in (attach, memory, kill, start, lock):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -103,6 +108,12 @@ def _start(options: argparse.Namespace) -> Outcome:
     from benchmarks import start
 
     return start.run(start.Options(options.starts, options.idle_seconds))
+
+
+def _lock(options: argparse.Namespace) -> Outcome:
+    from benchmarks import lock
+
+    return lock.run(lock.Options(options.pairs, options.rounds))
 
 
 if __name__ == "__main__":

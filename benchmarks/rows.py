@@ -13,12 +13,14 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 Unit = Literal["s", "bytes", "count"]
 
 Sample = TypeVar("Sample")
+
+MICROSECONDS_BELOW_S = 1e-4
 
 WARM_BLOCK_BYTES = 64 * 1024 * 1024
 
@@ -81,6 +83,10 @@ class Row:
             return None
         best = (min if self.better == "less" else max)(self.peers.values())
         return self.ours / best if best else None
+
+    def with_claims(self, *claims: Claim) -> Row:
+        """Return the row with further claims."""
+        return replace(self, claims=[*self.claims, *claims])
 
     def plain(self) -> dict[str, object]:
         """Return the row as JSON knows it."""
@@ -206,11 +212,13 @@ def show(outcome: Outcome) -> None:
 
 def shown(value: float, unit: Unit) -> str:
     """Return a figure in the unit people read it in."""
+    if unit == "s" and 0 < value < MICROSECONDS_BELOW_S:
+        return f"{value * 1e6:.3g} µs"
     if unit == "s":
         return f"{value * 1000:.3f} ms"
     if unit == "bytes":
         return f"{value / 1e6:.2f} MB"
-    return f"{value:g}"
+    return f"{value:.6g}"
 
 
 def _unit_in(name: str) -> Unit:

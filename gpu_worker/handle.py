@@ -46,7 +46,7 @@ class ModelHandle:
         Raises:
             WorkerClosed: the handle was closed.
         """
-        lock = LockId(next(self._worker._ids))
+        lock: LockId = next(self._worker._ids)
         try:
             return self._worker._lock_module(self._claim, lock)
         except BaseException:

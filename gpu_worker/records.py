@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Literal, NewType, TypeVar
+from typing import Generic, Literal, NewType, Protocol, TypeVar
 
 from shm_store.errors import WorkerClosed
 from shm_store.keys import GenerationId, Key
@@ -63,6 +63,21 @@ class Held:
     threads: tuple[str, ...] = ()
 
 
+class Thread(Protocol):
+    """Who claims or locks: a `threading.Thread`, which may get another name, or end."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Nobody:
+    name: str = ""
+
+
+NOBODY = _Nobody()
+
+
 @dataclass(slots=True, eq=False)
 class Record(Generic[Module]):
     """The module of one generation in this worker.
@@ -86,13 +101,13 @@ class Records(Generic[Module]):
     def __init__(self) -> None:
         self.closed = False
         self._current: dict[Key, Record[Module]] = {}
-        self._claims: dict[ClaimId, tuple[Record[Module], str]] = {}
-        self._locks: dict[LockId, tuple[ClaimId, Record[Module], str]] = {}
+        self._claims: dict[ClaimId, tuple[Record[Module], Thread]] = {}
+        self._locks: dict[LockId, tuple[ClaimId, Record[Module], Thread]] = {}
 
     # --- claims ---------------------------------------------------------------------------------
 
     def claim(
-        self, key: Key, origin: Origin, claim: ClaimId, whose: str = ""
+        self, key: Key, origin: Origin, claim: ClaimId, whose: Thread = NOBODY
     ) -> Record[Module] | None:
         """Put `claim` on the record of `key` if it was made from `origin`; None if none was."""
         record = self._current.get(key)
@@ -107,7 +122,7 @@ class Records(Generic[Module]):
         generation: GenerationId,
         origin: Origin,
         claim: ClaimId,
-        whose: str = "",
+        whose: Thread = NOBODY,
     ) -> Record[Module] | None:
         """Put `claim` on the record of `key` if it is of `generation`, whatever was asked before.
 
@@ -123,7 +138,7 @@ class Records(Generic[Module]):
         return record
 
     def admit(
-        self, record: Record[Module], claim: ClaimId, asked: Asked = "", whose: str = ""
+        self, record: Record[Module], claim: ClaimId, asked: Asked = "", whose: Thread = NOBODY
     ) -> list[Record[Module]]:
         """Take in a new record that `claim` is on from the start. An older one becomes stale.
 
@@ -151,12 +166,12 @@ class Records(Generic[Module]):
 
     def end_claim(self, claim: ClaimId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a claim. Locks made through it go on. Returns the records evicted."""
-        record, _ = self._claims.pop(claim, (None, ""))
+        record, _ = self._claims.pop(claim, (None, NOBODY))
         return self._settle(record, now_s)
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def lock(self, claim: ClaimId, lock: LockId, whose: str = "") -> Module:
+    def lock(self, claim: ClaimId, lock: LockId, whose: Thread = NOBODY) -> Module:
         """Lock the record that `claim` is on, stale or not. Locks nest: each has its own id.
 
         Raises:
@@ -171,15 +186,17 @@ class Records(Generic[Module]):
 
     def last_lock(self, claim: ClaimId) -> LockId | None:
         """Return the newest lock made through `claim` that has not ended."""
-        for lock in reversed(self._locks):
-            if self._locks[lock][0] == claim:
+        for lock, (user, _, _) in reversed(self._locks.items()):
+            if user == claim:
                 return lock
         return None
 
     def unlock(self, lock: LockId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a lock. Returns the records evicted."""
-        _, record, _ = self._locks.pop(lock, (None, None, ""))
-        return self._settle(record, now_s)
+        ended = self._locks.pop(lock, None)
+        if ended is None or ended[0] in self._claims:
+            return []  # the claim it was made through keeps the record
+        return self._settle(ended[1], now_s)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -242,7 +259,9 @@ class Records(Generic[Module]):
                 record.key,
                 record.generation,
                 *self._uses(record),
-                threads=tuple(dict.fromkeys(whose for user, whose in uses if user is record)),
+                threads=tuple(
+                    dict.fromkeys(whose.name for user, whose in uses if user is record)
+                ),
             )
             for record in used.values()
         )

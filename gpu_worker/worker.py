@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gpu_worker import arguments, registry
 from gpu_worker.callbacks import Callbacks
@@ -113,6 +113,29 @@ def attach(
     return Worker(socket_path(socket), name, str(device), callbacks, idle_s)
 
 
+_this_pid = os.getpid()
+"""As getpid() says, without the system call, for locks alone: it costs as much as half of one."""
+
+
+def _note_fork() -> None:
+    global _this_pid
+    _this_pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Caller(threading.local):
+    """The calling thread, looked up once: that costs as much as a bare lock."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+
+_caller = _Caller()
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """What a record keeps: a module, the mode it was loaded in, and the names it does not use."""
@@ -153,8 +176,8 @@ class Worker:
         self._lock = threading.RLock()
         self._records: Records[_Loaded] = Records()
         self._flights = Flights(self._lock)
-        self._ids = itertools.count(1)
-        """Of claims and locks."""
+        self._ids: Iterator[Any] = itertools.count(1)
+        """Of claims and locks; to name their types would be a call at each lock."""
         self._callbacks = callbacks
         self._idle_s = idle_s
         # Last: from here on the coordinator's requests arrive.
@@ -398,7 +421,7 @@ class Worker:
 
     def _claim(self, claim: ClaimId, wish: _Wish, timeout_s: float | None) -> Record[_Loaded]:
         """Put `claim` on the record of a key, made by this thread or by one that is at it."""
-        key, whose = wish.ask.key, threading.current_thread().name
+        key, whose = wish.ask.key, _caller.thread
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         mine = Flight(key)
         record: Record[_Loaded] | None = None
@@ -426,7 +449,7 @@ class Worker:
         self, claim: ClaimId, wish: _Wish, timeout_s: float | None, flight: Flight
     ) -> Record[_Loaded]:
         """Ask the coordinator, and make the record unless there is one of that generation."""
-        key, whose = wish.ask.key, threading.current_thread().name
+        key, whose = wish.ask.key, _caller.thread
         self._callbacks.miss(key)
         from gpu_worker import module
 
@@ -483,9 +506,10 @@ class Worker:
 
     def _lock_module(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
         """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
-        self._check_caller()
+        if _this_pid != self._client.pid or owned(self._lock):
+            self._check_caller()  # says which
         with self._lock:
-            return self._records.lock(claim, lock, threading.current_thread().name).module
+            return self._records.lock(claim, lock, _caller.thread).module
 
     def _unlock_module(self, lock: LockId) -> None:
         """End a lock, if it is one."""
@@ -495,17 +519,22 @@ class Worker:
         """End the newest lock made through `claim`. Raises CallerError if there is none.
 
         `chosen` is empty, and gets that lock; called again with it, this ends no other one.
+        As `_settle`, but spelt out: this and `_lock_module` are in the user's hot path.
         """
-
-        def end() -> list[Record[_Loaded]]:
+        if _this_pid != self._client.pid:
+            return
+        if owned(self._lock):
+            self._client.keeper.put(functools.partial(self._unlock_last, claim, chosen))
+            return
+        with self._lock:
             if not chosen:
                 lock = self._records.last_lock(claim)
                 if lock is None:
                     raise CallerError("the handle is left more often than it was entered")
                 chosen.append(lock)
-            return self._records.unlock(chosen[0], time.monotonic())
-
-        self._settle(end)
+            gone = self._records.unlock(chosen[0], time.monotonic())
+        if gone:
+            self._let_go(gone)
 
     def _end_claim(self, claim: ClaimId) -> None:
         """End a claim, if it is one."""

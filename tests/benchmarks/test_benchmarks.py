@@ -86,6 +86,16 @@ def test_memory_finds_one_copy_of_ours_and_a_private_copy_per_process_of_the_pee
         assert small_shm["ours"] == 60 and small_shm["beside"]["/dev/shm_bytes"] == 1 << 20
 
 
+@pytest.mark.process
+def test_lock_sends_nothing_and_is_compared_with_a_bare_lock():
+    """`lock --json`: alone, nested and contended; no message leaves the process meanwhile."""
+    alone, nested, contended = run("lock", "--pairs", "100", "--rounds", "3")
+    for row in (alone, nested, contended):
+        assert 0 < row["floor"] < row["ours"] < 0.01
+    assert claims(alone)["messages sent in 100 pairs"] == 0
+    assert claims(alone)["times the pair of a bare RLock"] == alone["ratio_to_floor"]
+
+
 def test_interleave_takes_one_sample_of_each_per_round():
     """Every round has one sample of each, in changing order; the warm-up does not count."""
     taken: list[str] = []
