@@ -53,7 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     lock.add_argument("--rounds", type=int, default=200)
     lock.set_defaults(run=_lock)
 
-    for command in (attach, memory, kill, start, lock):
+    scale = commands.add_parser("scale", help="many clients, keys and sessions")
+    scale.add_argument("--clients", type=int, default=8, help="processes that ask at once")
+    scale.add_argument("--pairs", type=int, default=300, help="of each client in each round")
+    scale.add_argument("--rounds", type=int, default=25)
+    scale.add_argument("--keys", type=int, default=10_000)
+    scale.add_argument("--sessions", type=int, default=256)
+    scale.set_defaults(run=_scale)
+
+    for command in (attach, memory, kill, start, lock, scale):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -114,6 +122,16 @@ def _lock(options: argparse.Namespace) -> Outcome:
     from benchmarks import lock
 
     return lock.run(lock.Options(options.pairs, options.rounds))
+
+
+def _scale(options: argparse.Namespace) -> Outcome:
+    from benchmarks import scale
+
+    return scale.run(
+        scale.Options(
+            options.clients, options.pairs, options.rounds, options.keys, options.sessions
+        )
+    )
 
 
 if __name__ == "__main__":

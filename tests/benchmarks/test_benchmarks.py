@@ -96,6 +96,21 @@ def test_lock_sends_nothing_and_is_compared_with_a_bare_lock():
     assert claims(alone)["times the pair of a bare RLock"] == alone["ratio_to_floor"]
 
 
+@pytest.mark.process
+def test_scale_compares_with_a_bare_loop_and_with_few_keys():
+    """`scale --json`: throughput is more if better, and latency is ours beside ours."""
+    throughput, latency = run(
+        *("scale", "--clients", "2", "--pairs", "20", "--rounds", "2"),
+        *("--keys", "30", "--sessions", "70"),
+    )
+    assert throughput["floor"] > 0
+    of_floor = throughput["ours"] / throughput["floor"]
+    assert claims(throughput)["of the bare loop's throughput"] == pytest.approx(of_floor)
+    assert "30 keys, 70 sessions" in latency["case"]
+    assert 0 < latency["floor"] < 1
+    assert claims(latency)["times as long as with few"] == pytest.approx(latency["ratio_to_floor"])
+
+
 def test_interleave_takes_one_sample_of_each_per_round():
     """Every round has one sample of each, in changing order; the warm-up does not count."""
     taken: list[str] = []
