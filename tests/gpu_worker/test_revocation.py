@@ -112,13 +112,16 @@ class TestRoom:
         """It would else take its lease anew for ever, and the other would never get its room."""
         stop = threading.Event()
 
+        begun = threading.Event()
+
         def serve() -> None:
             while not stop.is_set():
                 with worker.use("mine", skeleton=wide, source=file):
-                    pass
+                    begun.set()
 
         serving = threading.Thread(target=serve)
         serving.start()
+        assert begun.wait(WAIT_S)
         try:
             for _ in range(5):
                 granted = other.load("theirs", file)
