@@ -492,14 +492,17 @@ class Client:
 
     def _revoke(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
         """Have every worker let go of a generation, then see whether anything is left of it."""
-        for worker in list(self.workers):
-            worker._revoked(revoked.gen, asked)
+        self._tell(revoked.gen, asked)
         self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease, asked))
 
     def _revoke_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
-        for worker in list(self.workers):
-            worker._revoked(gen, asked)
+        self._tell(gen, asked)
         self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease, asked))
+
+    def _tell(self, gen: GenerationId, asked: Asked) -> None:
+        """Have every worker do what is asked, whatever the callbacks of the others raise."""
+        for worker in list(self.workers):
+            self.keeper.attempt(functools.partial(worker._revoked, gen, asked))
 
     def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         with self._lock:

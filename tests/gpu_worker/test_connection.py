@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from gpu_worker import registry
+from gpu_worker.keeper import Keeper
 from gpu_worker.request import Ask
 from shm_store import channel, segment
 from shm_store.errors import (
@@ -291,6 +292,16 @@ class TestKeeper:
         coordinator.in_step(client)
         assert "in a destructor" in caplog.text
 
+    def test_who_waits_for_it_is_told_though_it_leaves_meanwhile(self):
+        """Both are queued, and in the one order in which waiting means to queue again."""
+        keeper, done = Keeper(lambda _: None), threading.Event()
+        keeper.put(keeper.leave)
+        keeper.call_settled(done.set)
+        keeper.leave()
+        keeper.start()
+        keeper._thread.join(WAIT_S)
+        assert done.is_set() and not keeper._thread.is_alive()
+
     def test_what_is_done_is_not_kept(self, client):
         """A task may be the last to hold a module; the keeper then waits for the next one."""
         gone = threading.Event()
@@ -305,9 +316,10 @@ class TestKeeper:
         del task
         assert gone.wait(WAIT_S)
 
-    def test_a_log_handler_that_raises_is_survived(self, coordinator, client, monkeypatch):
+    @pytest.mark.parametrize("kind", [OSError, SystemExit])
+    def test_a_log_handler_that_raises_is_survived(self, coordinator, client, monkeypatch, kind):
         def error(*arguments, **keywords):
-            raise OSError("the log is full")
+            raise kind("the log is full")
 
         def fail():
             raise RuntimeError
