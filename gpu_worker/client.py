@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from gpu_worker.connection import Connection
+from gpu_worker.connection import CLOSED, Connection
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
 from gpu_worker.reentry import owned, refuse_reentry
@@ -47,6 +47,7 @@ from shm_store.errors import (
     ProtocolViolation,
     ResourceError,
     WeightCacheError,
+    WorkerClosed,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
 from shm_store.layout import PAGE_BYTES, round_up
@@ -201,7 +202,10 @@ class Client:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
         self.check_caller()
         request = Request(ask.key, None, None, wanted=False, prefetch=True)
-        self._ask_for(request, ask, prefetch=True)
+        try:
+            self._ask_for(request, ask, prefetch=True)
+        finally:
+            self._forget_unsent(request)
 
     def charge(self, key: Key, pool: str, size_bytes: int, timeout_s: float | None) -> Charged:
         """Wait for room for private memory of this process, and have it counted.
@@ -254,9 +258,8 @@ class Client:
                     return bool(keys)
                 case step:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
-        except BaseException:
-            request.wanted = False
-            raise
+        finally:
+            self._forget_unsent(request)
 
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of this process's lease on a generation."""
@@ -432,9 +435,13 @@ class Client:
             self._ask(request, Flush)
             request.next()
         finally:
-            if not request.sent:
-                with self._lock:
-                    self._requests.pop(request.rid, None)
+            self._forget_unsent(request)
+
+    def _forget_unsent(self, request: Request) -> None:
+        """Close a request that an exception from outside kept from being sent: nobody answers."""
+        if not request.sent:
+            with self._lock:
+                self._requests.pop(request.rid, None)
 
     def _ask(
         self, request: Request, make: Callable[[RequestId], AnyMessage], fds: Sequence[int] = ()
@@ -442,6 +449,9 @@ class Client:
         """Send a request under the next id. The fds stay the caller's."""
         with self._lock:
             lost = self._connection.lost
+            if self._connection.closing and lost is None:
+                # Its end is on the way; a lease granted behind that would be nobody's to release.
+                lost = WorkerClosed(CLOSED)
             if lost is None:
                 request.rid = RequestId(next(self._rids))
                 self._requests[request.rid] = request

@@ -23,6 +23,7 @@ from shm_store.errors import (
     PeerForbidden,
     ProtocolViolation,
     VersionMismatch,
+    WorkerClosed,
 )
 from shm_store.keys import GenerationId, LeaseId, RequestId
 from shm_store.wire import VERSION, Bye, Cause, Done, Fail, Flush, Flushed, Grant, Release, encode
@@ -231,6 +232,18 @@ class TestHandshake:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_asked_of_a_connection_that_closes(coordinator, client, monkeypatch):
+    """A lease that is granted behind its end would be counted until the process ends."""
+    alert = client._connection._alert
+    monkeypatch.setattr(client._connection, "_alert", lambda: None)
+    coordinator.leave(client)
+    assert client.ended
+    with pytest.raises(WorkerClosed):
+        client.acquire(built(), 0.0, None)
+    alert()
+    assert coordinator.receive() is None
 
 
 class TestCallers:
