@@ -259,9 +259,7 @@ class Records(Generic[Module]):
                 record.key,
                 record.generation,
                 *self._uses(record),
-                threads=tuple(
-                    dict.fromkeys(whose.name for user, whose in uses if user is record)
-                ),
+                threads=tuple(dict.fromkeys(whose.name for user, whose in uses if user is record)),
             )
             for record in used.values()
         )
