@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from gpu_worker.connection import Connection
+from gpu_worker.connection import CLOSED, Connection
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
 from gpu_worker.reentry import owned, refuse_reentry
@@ -47,6 +47,7 @@ from shm_store.errors import (
     ProtocolViolation,
     ResourceError,
     WeightCacheError,
+    WorkerClosed,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
 from shm_store.layout import PAGE_BYTES, round_up
@@ -201,7 +202,10 @@ class Client:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
         self.check_caller()
         request = Request(ask.key, None, None, wanted=False, prefetch=True)
-        self._ask_for(request, ask, prefetch=True)
+        try:
+            self._ask_for(request, ask, prefetch=True)
+        finally:
+            self._forget_unsent(request)
 
     def charge(self, key: Key, pool: str, size_bytes: int, timeout_s: float | None) -> Charged:
         """Wait for room for private memory of this process, and have it counted.
@@ -254,9 +258,8 @@ class Client:
                     return bool(keys)
                 case step:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
-        except BaseException:
-            request.wanted = False
-            raise
+        finally:
+            self._forget_unsent(request)
 
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of this process's lease on a generation."""
@@ -432,9 +435,13 @@ class Client:
             self._ask(request, Flush)
             request.next()
         finally:
-            if not request.sent:
-                with self._lock:
-                    self._requests.pop(request.rid, None)
+            self._forget_unsent(request)
+
+    def _forget_unsent(self, request: Request) -> None:
+        """Close a request that an exception from outside kept from being sent: nobody answers."""
+        if not request.sent:
+            with self._lock:
+                self._requests.pop(request.rid, None)
 
     def _ask(
         self, request: Request, make: Callable[[RequestId], AnyMessage], fds: Sequence[int] = ()
@@ -442,6 +449,9 @@ class Client:
         """Send a request under the next id. The fds stay the caller's."""
         with self._lock:
             lost = self._connection.lost
+            if self._connection.closing and lost is None:
+                # Its end is on the way; a lease granted behind that would be nobody's to release.
+                lost = WorkerClosed(CLOSED)
             if lost is None:
                 request.rid = RequestId(next(self._rids))
                 self._requests[request.rid] = request
@@ -492,14 +502,17 @@ class Client:
 
     def _revoke(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
         """Have every worker let go of a generation, then see whether anything is left of it."""
-        for worker in list(self.workers):
-            worker._revoked(revoked.gen, asked)
+        self._tell(revoked.gen, asked)
         self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease, asked))
 
     def _revoke_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
-        for worker in list(self.workers):
-            worker._revoked(gen, asked)
+        self._tell(gen, asked)
         self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease, asked))
+
+    def _tell(self, gen: GenerationId, asked: Asked) -> None:
+        """Have every worker do what is asked, whatever the callbacks of the others raise."""
+        for worker in list(self.workers):
+            self.keeper.attempt(functools.partial(worker._revoked, gen, asked))
 
     def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         with self._lock:

@@ -30,6 +30,8 @@ from shm_store.wire import AnyMessage, encode
 
 logger = logging.getLogger("gpu_worker")
 
+CLOSED = "the connection was closed: nothing used it any more"
+
 
 class Connection:
     """One connection and its reader thread.
@@ -178,7 +180,7 @@ class Connection:
             if self._outbox:
                 self._send_outbox(channel)
             if self.closing and (self._hurry or not self._outbox):
-                raise WorkerClosed("the connection was closed: nothing used it any more")
+                raise WorkerClosed(CLOSED)
             try:
                 received = channel.receive()
             except BlockingIOError:

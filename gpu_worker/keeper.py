@@ -13,6 +13,8 @@ may only enqueue: they run in any thread, inside any lock.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import heapq
 import itertools
 import queue
@@ -85,6 +87,14 @@ class Keeper:
 
         self.queue.put(settled)
 
+    def attempt(self, task: Task) -> None:
+        """Call `task` in this thread, which nothing may end but `leave` and `stop`."""
+        try:
+            task()
+        except BaseException as error:
+            with contextlib.suppress(BaseException):  # of a handler of the log
+                report("the keeper could not finish one of its tasks", error)
+
     def leave(self) -> None:
         """End the thread once everything queued so far is done."""
         self.queue.put(None)
@@ -97,14 +107,17 @@ class Keeper:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while True:
+        leaving = False
+        # What `call_settled` waits for puts itself behind what it finds, and so behind a `leave`.
+        while not (leaving and self.queue.empty()):
             item = self._next()
-            if item is None or self._hurry:
+            if self._hurry:
                 return
+            if item is None:
+                leaving = True
+                continue
             try:
-                self._perform(item)
-            except BaseException as error:  # nothing may end this thread but `leave` and `stop`
-                report("the keeper could not finish one of its tasks", error)
+                self.attempt(functools.partial(self._perform, item))
             finally:
                 del item
 

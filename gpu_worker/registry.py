@@ -53,12 +53,6 @@ def share(path: str, name: str, device: str, worker: Holder) -> Client:
             raise ConnectionLost(f"the coordinator on {path} went away while attaching")
 
 
-def shares(client: Client, worker: Holder) -> bool:
-    """Say whether `worker` has not left `client`."""
-    with _registry:
-        return worker in client.workers
-
-
 def leave(client: Client, worker: Holder) -> None:
     """Stop sharing `client`. Without workers it ends when nothing of it is mapped any more."""
     with _registry:

@@ -349,10 +349,13 @@ class Worker:
             InvalidateIncomplete: some process has not answered within `timeout` seconds. What is
                 retired stays retired.
             CoordinatorLost: nobody answers.
+            WorkerClosed: after `shutdown`.
         """
         name = parse_key(key)
         timeout_s = arguments.timeout_s(timeout)
         self._check_caller(waits=True)
+        if self._records.closed:
+            raise WorkerClosed("the worker was shut down")
         return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def evict(self, key: str) -> bool:
@@ -396,12 +399,12 @@ class Worker:
         with self._lock:
             gone = self._records.close()
         self._let_go(gone)
-        if registry.shares(self._client, self):
-            try:
-                self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
-            except (CoordinatorLost, ResourceError, WorkerClosed) as error:
-                logger.info("shut down without the coordinator's word: %s", error)
-            registry.leave(self._client, self)
+        # Each time: what was dropped since is garbage in the keeper's queue, and not held.
+        try:
+            self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+        except (CoordinatorLost, ResourceError, WorkerClosed) as error:
+            logger.info("shut down without the coordinator's word: %s", error)
+        registry.leave(self._client, self)
         with self._lock:
             return self._records.held()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.ledger.events import Attached
 from coordinator.ledger.state import State
 from tests.coordinator.ledger_world import World
 
@@ -61,6 +62,26 @@ def test_a_new_grant_replaces_the_lease_id_and_a_late_release_changes_nothing():
     assert world.leases(gen) == {}
     world.release(1, gen, second)
     assert world.state(gen) is State.READY
+
+
+def test_a_release_from_before_a_reconnect_leaves_the_new_lease():
+    """S16: a late one of the old session, or one that quotes the old lease; even of equal ids."""
+    world = World()
+    world.attach(1)
+    gen, first = world.have(1, "k")
+    world.disconnect(1)
+    world.rids[2] = 0
+    world.event(Attached(2, 1001, "w1", "cpu", "worker"))  # the same process
+    second = world.load(2, "k")
+    assert second == first and world.leases(gen) == {1: first, 2: second}
+    world.release(1, gen, first)
+    assert world.leases(gen) == {2: second}
+    third = world.load(2, "k")
+    world.release(1, gen, third)
+    world.release(2, gen, first)
+    assert world.leases(gen) == {2: third}
+    world.end(1)
+    assert world.leases(gen) == {2: third}
 
 
 def test_a_foreign_or_unknown_release_changes_nothing():

@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from gpu_worker import registry
+from gpu_worker.keeper import Keeper
 from gpu_worker.request import Ask
 from shm_store import channel, segment
 from shm_store.errors import (
@@ -22,6 +23,7 @@ from shm_store.errors import (
     PeerForbidden,
     ProtocolViolation,
     VersionMismatch,
+    WorkerClosed,
 )
 from shm_store.keys import GenerationId, LeaseId, RequestId
 from shm_store.wire import VERSION, Bye, Cause, Done, Fail, Flush, Flushed, Grant, Release, encode
@@ -232,6 +234,18 @@ class TestHandshake:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_nothing_is_asked_of_a_connection_that_closes(coordinator, client, monkeypatch):
+    """A lease that is granted behind its end would be counted until the process ends."""
+    alert = client._connection._alert
+    monkeypatch.setattr(client._connection, "_alert", lambda: None)
+    coordinator.leave(client)
+    assert client.ended
+    with pytest.raises(WorkerClosed):
+        client.acquire(built(), 0.0, None)
+    alert()
+    assert coordinator.receive() is None
+
+
 class TestCallers:
     """Calls that could only hang are refused, and change nothing."""
 
@@ -291,6 +305,16 @@ class TestKeeper:
         coordinator.in_step(client)
         assert "in a destructor" in caplog.text
 
+    def test_who_waits_for_it_is_told_though_it_leaves_meanwhile(self):
+        """Both are queued, and in the one order in which waiting means to queue again."""
+        keeper, done = Keeper(lambda _: None), threading.Event()
+        keeper.put(keeper.leave)
+        keeper.call_settled(done.set)
+        keeper.leave()
+        keeper.start()
+        keeper._thread.join(WAIT_S)
+        assert done.is_set() and not keeper._thread.is_alive()
+
     def test_what_is_done_is_not_kept(self, client):
         """A task may be the last to hold a module; the keeper then waits for the next one."""
         gone = threading.Event()
@@ -305,9 +329,10 @@ class TestKeeper:
         del task
         assert gone.wait(WAIT_S)
 
-    def test_a_log_handler_that_raises_is_survived(self, coordinator, client, monkeypatch):
+    @pytest.mark.parametrize("kind", [OSError, SystemExit])
+    def test_a_log_handler_that_raises_is_survived(self, coordinator, client, monkeypatch, kind):
         def error(*arguments, **keywords):
-            raise OSError("the log is full")
+            raise kind("the log is full")
 
         def fail():
             raise RuntimeError

@@ -140,6 +140,18 @@ def shutdown(worker, key, **weights):
     worker.shutdown()
 
 
+def invalidate(worker, key, **weights):
+    worker.invalidate(key)
+
+
+def prefetch(worker, key, source):
+    worker.prefetch(key, source=source)
+
+
+def use_private(worker, key, **weights):
+    use(worker, f"{key} private", build=skeleton, private=True)
+
+
 @pytest.mark.parametrize(
     ("call", "first", "how"),
     [
@@ -151,6 +163,9 @@ def shutdown(worker, key, **weights):
         pytest.param(evict, load, "source", id="evict"),
         pytest.param(flush, load, "source", id="flush"),
         pytest.param(shutdown, load, "source", id="shutdown"),
+        pytest.param(invalidate, load, "source", id="invalidate"),
+        pytest.param(prefetch, None, "source", id="prefetch"),
+        pytest.param(use_private, None, "source", id="use, private"),
     ],
 )
 def test_a_call_leaves_nothing_half_done(served, key, source, other_thread, call, first, how):
@@ -178,6 +193,40 @@ def test_a_call_leaves_nothing_half_done(served, key, source, other_thread, call
         settle(before)
     assert worker is not None
     worker.shutdown()
+
+
+def test_a_load_that_a_shutdown_came_into_pins_nothing(served, operator, key, other_thread):
+    """S12: interrupted before it gets its handle; whatever had come to be is given back."""
+    before = quiet()
+    worker: gpu_worker.Worker | None = None
+    number = 0
+
+    def prepare():
+        nonlocal worker, number
+        worker = gpu_worker.attach(served.socket)
+        number += 1
+        ending = worker.shutdown
+
+        def build():
+            other_thread(ending)
+            return skeleton()
+
+        return lambda: load(worker, key, build=build, version=str(number))
+
+    for place in each_point(prepare):
+        assert worker is not None
+        assert worker.shutdown() == (), place
+        worker = None
+        settle(before)
+        wait_until(lambda: held(operator, key) == [])
+    assert worker is not None
+    worker.shutdown()
+
+
+def held(operator, key) -> list[str]:
+    """The states of what is leased, or being made, of a key."""
+    generations = [g for g in operator.status().generations if g.key == key]
+    return [g.state for g in generations if g.leases or g.state != "ready"]
 
 
 # A socket that nobody has yet is closed by being dropped, which Python finds worth a warning.
