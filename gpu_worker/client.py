@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -36,8 +37,9 @@ from gpu_worker.connection import CLOSED, Connection
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
 from gpu_worker.reentry import owned, refuse_reentry
-from gpu_worker.request import Ask, Build, Charged, Granted, Progress, Reply, Request
+from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Reply, Request
 from gpu_worker.waits import refuse_fork, steps
+from shm_store import wire
 from shm_store.channel import close_all
 from shm_store.errors import (
     CallerError,
@@ -61,7 +63,6 @@ from shm_store.wire import (
     AnyMessage,
     Bye,
     Cancel,
-    Charge,
     Commit,
     Done,
     Fail,
@@ -128,7 +129,7 @@ class Client:
         self._rids = itertools.count(1)
         self._requests: dict[RequestId, Request] = {}
         self._mappings: mapping.MappingTable | None = None
-        self._charges: dict[GenerationId, LeaseId] = {}
+        self._charges: dict[GenerationId, Charge] = {}
         self._stopped = False
 
     # --- for workers ----------------------------------------------------------------------------
@@ -207,10 +208,14 @@ class Client:
         finally:
             self._forget_unsent(request)
 
-    def charge(self, key: Key, pool: str, size_bytes: int, timeout_s: float | None) -> Charged:
+    def charge(
+        self, charge: Charge, key: Key, pool: str, size_bytes: int, timeout_s: float | None
+    ) -> None:
         """Wait for room for private memory of this process, and have it counted.
 
         Args:
+            charge: is made one of the coordinator's. It is the caller's to `discharge`, whatever
+                this raises.
             key: what it is for. For people only.
 
         Raises:
@@ -220,28 +225,20 @@ class Client:
         self.check_caller()
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         left_s = None if timeout_s is None else timeout_s + GRACE_S
-        request = Request(key, timeout_s, left_s, kind="charge")
+        request = Request(key, timeout_s, left_s, kind="charge", charge=charge)
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         try:
-            self._ask(request, lambda rid: Charge(rid, pool, key, size_bytes, limit_s))
-            match request.next():
-                case Charged() as charged:
-                    return charged
-                case step:
-                    raise ProtocolViolation(f"a CHARGE was answered with {step!r}")
+            self._ask(request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s))
+            step = request.next()
+            if step is not charge:
+                raise ProtocolViolation(f"a CHARGE was answered with {step!r}")
         except BaseException:
             self._give_up(request)
-            with self._lock:
-                granted = [
-                    gen for gen, lease in self._charges.items() if lease == LeaseId(request.rid)
-                ]
-            for gen in granted:
-                self._discharge(Charged(gen, LeaseId(request.rid)))
             raise
 
-    def discharge(self, charged: Charged) -> None:
+    def discharge(self, charge: Charge) -> None:
         """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
-        self.keeper.put(functools.partial(self._discharge, charged))
+        self.keeper.queue.put(functools.partial(self._discharge, charge))
 
     def invalidate(self, key: Key, timeout_s: float) -> bool:
         """Have what `key` is retired everywhere; say whether there was something.
@@ -263,6 +260,9 @@ class Client:
 
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of this process's lease on a generation."""
+        charge = self._charges.get(gen)
+        if charge is not None:
+            return charge.asked
         return "" if self._mappings is None else self._mappings.asked(gen)
 
     def flush(self, timeout_s: float) -> None:
@@ -516,7 +516,7 @@ class Client:
 
     def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         with self._lock:
-            if self._charges.get(gen) == lease:
+            if gen in self._charges:
                 self._connection.post(Ack(gen, lease, asked == "stale"))
 
     def _acknowledge(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
@@ -526,11 +526,24 @@ class Client:
             if revoked.buffer() is not None and revoked.lease == lease:
                 self._connection.post(Ack(revoked.gen, lease, asked == "stale"))
 
-    def _discharge(self, charged: Charged) -> None:
+    def _discharge(self, charge: Charge) -> None:
         with self._lock:
-            if self._charges.pop(charged.gen, None) is not None:
-                self._connection.post(Release(charged.gen, charged.lease))
+            charge.over = True
+            if self._charges.pop(charge.gen, None) is not None:
+                self._connection.post(Release(charge.gen, charge.lease))
         self._unused(self)
+
+    def collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
+        """Have garbage collected if evicted weights are still mapped: a cycle may keep them.
+
+        An idle process collects nothing by itself, and others wait for the room.
+        """
+        self.keeper.call_settled(functools.partial(self._collect_if_kept, tuple(gens)))
+
+    def _collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
+        assert self._mappings is not None
+        if any(self._mappings.alive(gen) or gen in self._charges for gen in gens):
+            gc.collect()
 
     def _mapped(self) -> bool:
         return self._mappings is not None and len(self._mappings) > 0
@@ -610,12 +623,14 @@ class Client:
         """Count a charge as this process's, or give it back."""
         lease = LeaseId(rid)
         with self._lock:
-            request = self._requests[rid]
-            if request.wanted:
-                self._charges[gen] = lease
-            else:
+            charge = self._requests[rid].charge
+            assert charge is not None
+            charge.gen, charge.lease = gen, lease
+            if charge.over:
                 self._connection.post(Release(gen, lease))
-        self._answer(rid, Charged(gen, lease))
+            else:
+                self._charges[gen] = charge
+        self._answer(rid, charge)
 
     def _take_revoke(self, message: Revoke) -> None:
         """Note it at once, so that no record is made without; the keeper does the rest."""
@@ -625,7 +640,10 @@ class Client:
         revoked = self._mappings.revoked(gen, lease, asked)
         if revoked is not None:
             self.keeper.put(functools.partial(self._revoke, revoked, lease, asked))
-        elif self._charges.get(gen) == lease:
+            return
+        charge = self._charges.get(gen)
+        if charge is not None and charge.lease == lease:
+            charge.asked = asked
             self.keeper.put(functools.partial(self._revoke_charge, gen, lease, asked))
 
     def _take_space(self, message: Space, fd: int) -> None:

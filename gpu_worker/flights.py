@@ -18,9 +18,10 @@ import os
 import threading
 from dataclasses import dataclass, field
 
+from gpu_worker.records import Held
 from gpu_worker.waits import steps
 from shm_store.errors import CallerError, LoadTimeout
-from shm_store.keys import Key
+from shm_store.keys import GenerationId, Key
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Flight:
 
     key: Key
     thread: int = field(default_factory=threading.get_ident)
+    name: str = field(default_factory=lambda: threading.current_thread().name)
     landed: threading.Event = field(default_factory=threading.Event)
     in_skeleton: bool = False
     over: bool = False
@@ -61,6 +63,14 @@ class Flights:
             if self._flights.get(mine.key) is mine:
                 del self._flights[mine.key]
         mine.landed.set()
+
+    def held(self) -> tuple[Held, ...]:
+        """Return the loads under way, which have no generation yet. The lock is held."""
+        return tuple(
+            Held(flight.key, GenerationId(""), claims=1, locks=0, threads=(flight.name,))
+            for flight in self._flights.values()
+            if not flight.over
+        )
 
     def wait(self, flight: Flight, left_s: float | None) -> None:
         """Wait until another thread's flight has landed, however that ended.

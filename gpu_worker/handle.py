@@ -70,7 +70,11 @@ class ModelHandle:
 
     def close(self) -> None:
         """End the claim. Locks made through it go on. May be called again, in any thread."""
-        self._worker._end_claim(self._claim)
+        try:
+            self._worker._end_claim(self._claim)
+        except BaseException:  # from outside, at any point of it
+            self._worker._end_claim(self._claim)
+            raise
         self._finalizer.detach()
 
     def __repr__(self) -> str:

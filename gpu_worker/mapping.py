@@ -204,6 +204,11 @@ class MappingTable:
             mapping.asked, mapping.letting_go = asked, True
             return mapping
 
+    def alive(self, gen: GenerationId) -> bool:
+        """Say whether something uses the bytes of a generation."""
+        mapping = self._mappings.get(gen)
+        return mapping is not None and mapping.buffer() is not None
+
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of the lease on a generation."""
         mapping = self._mappings.get(gen)

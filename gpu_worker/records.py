@@ -166,8 +166,8 @@ class Records(Generic[Module]):
 
     def end_claim(self, claim: ClaimId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a claim. Locks made through it go on. Returns the records evicted."""
-        record, _ = self._claims.pop(claim, (None, NOBODY))
-        return self._settle(record, now_s)
+        ended = self._claims.pop(claim, None)
+        return self._overdue() if ended is None else self._settle(ended[0], now_s)
 
     # --- locks ----------------------------------------------------------------------------------
 
@@ -194,7 +194,9 @@ class Records(Generic[Module]):
     def unlock(self, lock: LockId, now_s: float = 0.0) -> list[Record[Module]]:
         """End a lock. Returns the records evicted."""
         ended = self._locks.pop(lock, None)
-        if ended is None or ended[0] in self._claims:
+        if ended is None:
+            return self._overdue()
+        if ended[0] in self._claims:
             return []  # the claim it was made through keeps the record
         return self._settle(ended[1], now_s)
 
@@ -208,6 +210,13 @@ class Records(Generic[Module]):
         record.going = cause
         del self._current[key]
         return self._settle(record)
+
+    def evict_private(self, key: Key) -> list[Record[Module]]:
+        """Make the record of `key` stale if it is private: nobody else could say so."""
+        record = self._current.get(key)
+        if record is None or record.origin.kind != "private":
+            return []
+        return self.evict(key, "invalidated")
 
     def outdate(self, key: Key, newer: GenerationId) -> list[Record[Module]]:
         """Make the record of `key` stale if it is older than `newer`, which exists."""
@@ -263,6 +272,14 @@ class Records(Generic[Module]):
             )
             for record in used.values()
         )
+
+    def _overdue(self) -> list[Record[Module]]:
+        """Evict what should have gone with a use that an exception from outside cut short.
+
+        Whoever ends that use once more, as handles do, comes here.
+        """
+        going = [record for record in self._current.values() if record.going is not None]
+        return [gone for record in going for gone in self._settle(record, record.used_s)]
 
     def _settle(self, record: Record[Module] | None, now_s: float = 0.0) -> list[Record[Module]]:
         """Return the record if it was to go and has just become idle. It is gone then."""

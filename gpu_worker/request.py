@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from gpu_worker.records import Asked
 from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
@@ -52,12 +53,24 @@ class Granted:
     left_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Charged:
-    """Private memory that the coordinator counts, until its lease is released."""
+_NONE = GenerationId("")
+_NOT_YET = LeaseId(0)
 
-    gen: GenerationId
-    lease: LeaseId
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """Private memory that the coordinator counts. Made before it is asked for, by who frees it.
+
+    Attributes:
+        gen, lease: what the coordinator calls it, once it was granted.
+        asked: what the coordinator has asked of it since.
+        over: its memory is free, or was never needed.
+    """
+
+    gen: GenerationId = _NONE
+    lease: LeaseId = _NOT_YET
+    asked: Asked = ""
+    over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +84,7 @@ class Request:
         space: SPACE came; `space_fd` is its segment until that is filled.
         builder: the thread that runs the asker's `build`.
         prefetch: nobody waits for it, and its grant goes back at once.
-        kind: what it is; the grant of a charge has no segment.
+        kind: what it is; the grant of a charge has no segment, and goes to `charge`.
     """
 
     key: Key | None
@@ -89,6 +102,7 @@ class Request:
     builder: int | None = None
     prefetch: bool = False
     kind: Literal["acquire", "charge", "invalidate", "flush"] = "acquire"
+    charge: Charge | None = None
     pid: int = field(default_factory=os.getpid)
 
     def next(self) -> Step:
@@ -124,5 +138,5 @@ class Request:
             os.close(fd)
 
 
-Step = Granted | Charged | Ticket | Space | Filling | Flushed | Done
+Step = Granted | Charge | Ticket | Space | Filling | Flushed | Done
 Reply = Step | WeightCacheError

@@ -34,7 +34,7 @@ from gpu_worker.handle import ModelHandle
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked, ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import owned, refuse_reentry
-from gpu_worker.request import Ask, Build, Progress
+from gpu_worker.request import Ask, Build, Charge, Progress
 from gpu_worker.waits import refuse_fork
 from shm_store.errors import (
     ArgumentRefused,
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gpu_worker")
 
 DEVICES = ("cpu",)
+IDLE_STEP_S = 0.02
+"""The least between two looks for what was unused for `idle_timeout`."""
+
 RAM = "ram"
 """The pool that private weights are charged to."""
 
@@ -83,7 +86,8 @@ def attach(
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
             until it is evicted, replaced, or the coordinator needs its room.
         on_evict, on_hit, on_miss: see `gpu_worker.callbacks.Callbacks`. Called in whatever thread
-            it happens, with no lock held.
+            it happens, with no lock held. Let them return soon: while one runs in the thread that
+            gives things back, nothing more is given back.
 
     Raises:
         ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
@@ -138,11 +142,17 @@ _caller = _Caller()
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a record keeps: a module, the mode it was loaded in, and the names it does not use."""
+    """What a record keeps: a module, the mode it was loaded in, and the names it does not use.
+
+    `weights` are the mapped bytes, if they are shared. The module may not use them any more, as
+    after `half()`; but as long as it is handed out, its lease goes on, or nobody would tell that it
+    is retired.
+    """
 
     module: torch.nn.Module
     train: bool
     unexpected: tuple[str, ...]
+    weights: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +353,8 @@ class Worker:
     def invalidate(self, key: str, timeout: float = 30.0) -> bool:
         """Retire the weights of `key` in every process, and say whether there were any.
 
-        Whoever uses them may go on; once this returns, every later load gets new ones.
+        Whoever uses them may go on; once this returns, every later load gets new ones. Private
+        ones are retired in this worker alone: those of others are theirs.
 
         Raises:
             InvalidateIncomplete: some process has not answered within `timeout` seconds. What is
@@ -354,8 +365,11 @@ class Worker:
         name = parse_key(key)
         timeout_s = arguments.timeout_s(timeout)
         self._check_caller(waits=True)
-        if self._records.closed:
-            raise WorkerClosed("the worker was shut down")
+        with self._lock:
+            if self._records.closed:
+                raise WorkerClosed("the worker was shut down")
+            gone = self._records.evict_private(name)
+        self._let_go(gone)
         return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def evict(self, key: str) -> bool:
@@ -406,7 +420,7 @@ class Worker:
             logger.info("shut down without the coordinator's word: %s", error)
         registry.leave(self._client, self)
         with self._lock:
-            return self._records.held()
+            return (*self._records.held(), *self._flights.held())
 
     def __enter__(self) -> Self:
         return self
@@ -456,11 +470,12 @@ class Worker:
         self._callbacks.miss(key)
         from gpu_worker import module
 
+        weights: object = None
         if wish.private:
             gen, assembled = self._load_private(wish, timeout_s)
         else:
             granted = self._client.acquire(wish.ask, timeout_s, wish.progress)
-            gen = granted.gen
+            gen, weights = granted.gen, granted.buffer
             with self._lock:
                 record = self._records.adopt(key, gen, wish.origin, claim, whose)
             if record is not None:
@@ -478,7 +493,7 @@ class Worker:
                 len(assembled.unexpected),
                 listed(assembled.unexpected),
             )
-        loaded = _Loaded(assembled.module, wish.train, assembled.unexpected)
+        loaded = _Loaded(assembled.module, wish.train, assembled.unexpected, weights)
         record = Record(key, gen, wish.origin, loaded)
         with self._lock:
             # What the coordinator asks from now on finds the record.
@@ -494,11 +509,12 @@ class Worker:
         assert wish.ask.build is not None
         assembled = module.private(wish.ask.build, wish.train)
         size_bytes = max(1, module.held_bytes(assembled.module))
-        charged = self._client.charge(key, RAM, size_bytes, timeout_s)
+        charge = Charge()
         # Its tensors go with it, unless somebody keeps one, which nobody could count.
-        end = weakref.finalize(assembled.module, self._client.discharge, charged)
+        end = weakref.finalize(assembled.module, self._client.discharge, charge)
         end.atexit = False
-        return charged.gen, assembled
+        self._client.charge(charge, key, RAM, size_bytes, timeout_s)
+        return charge.gen, assembled
 
     # --- for handles ----------------------------------------------------------------------------
 
@@ -555,11 +571,22 @@ class Worker:
             gone = end()
         self._let_go(gone)
 
-    def _let_go(self, gone: list[Record[_Loaded]]) -> None:
-        """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held."""
-        if gone:
-            told = [(r.key, r.generation, r.going or "evicted") for r in gone]
-            gone.clear()
+    def _let_go(self, gone: list[Record[_Loaded]], *, later: bool = False) -> None:
+        """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held.
+
+        Args:
+            later: tell in the keeper, behind the unmapping and the RELEASE.
+        """
+        if not gone:
+            return
+        told = [(r.key, r.generation, r.going or "evicted") for r in gone]
+        gone.clear()
+        asked_for = [gen for _, gen, cause in told if cause == "room"]
+        if asked_for:
+            self._client.collect_if_kept(asked_for)
+        if later:
+            self._client.keeper.put(functools.partial(self._callbacks.evicted, told))
+        else:
             self._callbacks.evicted(told)
 
     # --- for the keeper -------------------------------------------------------------------------
@@ -568,7 +595,7 @@ class Worker:
         """Do what the coordinator asks of a generation."""
         with self._lock:
             gone = self._records.revoke(gen, asked)
-        self._let_go(gone)
+        self._let_go(gone, later=True)
 
     def _expire(self) -> None:
         """Evict what was unused for `idle_timeout`, and come again when more could be."""
@@ -580,8 +607,8 @@ class Worker:
             closed = self._records.closed
         if not closed:
             next_s = (now_s if since_s is None else since_s) + self._idle_s
-            self._client.keeper.put_at(next_s, _expiring(self))
-        self._let_go(gone)
+            self._client.keeper.put_at(max(next_s, now_s + IDLE_STEP_S), _expiring(self))
+        self._let_go(gone, later=True)
 
     def _check_caller(self, *, waits: bool = False) -> None:
         """Refuse a caller that could only hang, or that this worker does not belong to."""

@@ -40,6 +40,7 @@ AnyKey = Annotated[Key, msgspec.Meta(min_length=1, max_length=KEY_LIMIT_BYTES)]
 Version = Annotated[str, msgspec.Meta(max_length=120)]
 SizeBytes = Annotated[int, msgspec.Meta(gt=0, le=SIZE_LIMIT_BYTES, multiple_of=PAGE_BYTES)]
 """In whole pages: the kernel gives no less, and the books say what it gives."""
+PagesBytes = Annotated[int, msgspec.Meta(ge=0, le=SIZE_LIMIT_BYTES, multiple_of=PAGE_BYTES)]
 CountBytes = Annotated[int, msgspec.Meta(ge=0, le=SIZE_LIMIT_BYTES)]
 TimeoutS = Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_LIMIT_S)]
 
@@ -236,7 +237,7 @@ class CopiedPages(msgspec.Struct, frozen=True, array_like=True):
 
     session: SessionId
     gen: GenerationId
-    size_bytes: CountBytes
+    size_bytes: PagesBytes
 
 
 class Copied(Message, frozen=True):

@@ -34,6 +34,9 @@ from shm_store.wire import Acquire, Cancel, Charge, Reserve, Ticket
 OPEN_REQUESTS_LIMIT = 512
 """Of one session. No honest worker comes near; without a bound one peer slows down all others."""
 
+PREFETCHES_LIMIT = 64
+"""Of one session, beside its other requests: what nobody waits for keeps it from no load."""
+
 DEATHS_LIMIT = 2
 """A fill whose owners died this often fails all who wait: the weights are at fault, not they."""
 
@@ -68,10 +71,12 @@ def _checked(turn: Turn, session: SessionId, message: Acquire | Charge) -> Key |
     try:
         if turn.ledger.draining:
             raise _draining()
-        if turn.ledger.open_requests(session) >= OPEN_REQUESTS_LIMIT:
+        prefetch = isinstance(message, Acquire) and message.prefetch
+        limit = PREFETCHES_LIMIT if prefetch else OPEN_REQUESTS_LIMIT
+        if turn.ledger.open_requests(session, prefetch=prefetch) >= limit:
+            what = "prefetches" if prefetch else "open requests"
             raise ResourceError(
-                f"this process has {OPEN_REQUESTS_LIMIT} open requests already",
-                remedy="wait for some of them",
+                f"this process has {limit} {what} already", remedy="wait for some of them"
             )
         return parse_key(message.key)
     except WeightCacheError as error:

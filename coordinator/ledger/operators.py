@@ -21,6 +21,8 @@ from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
 from shm_store.wire import Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
 
 PINS_LIMIT = 4096
+INVALIDATIONS_LIMIT = 64
+"""Of one session."""
 
 
 def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
@@ -90,6 +92,13 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
     except KeyRefused as error:
         turn.refuse(session, message.rid, error)
         return
+    if sum(open.session == session for open in ledger.invalidations) >= INVALIDATIONS_LIMIT:
+        flood = ResourceError(
+            f"this process has {INVALIDATIONS_LIMIT} open invalidations already",
+            remedy="wait for some of them",
+        )
+        turn.refuse(session, message.rid, flood)
+        return
     running = ledger.filling(key)
     if running is not None:
         running.doomed = True
@@ -143,7 +152,7 @@ def copied(turn: Turn, session: SessionId, message: Copied) -> None:
         generation = turn.ledger.generations.get(pages.gen)
         lease = None if generation is None else generation.leases.get(pages.session)
         if generation is not None and lease is not None and not generation.private:
-            turn.copied(generation, lease, pages.size_bytes)
+            turn.copied(generation, lease, min(pages.size_bytes, generation.size_bytes))
     turn.send(session, Done(message.rid))
 
 

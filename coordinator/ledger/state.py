@@ -309,9 +309,12 @@ class Ledger:
             generation.size_bytes for generation in self.in_pool(pool) if self.pinned(generation)
         )
 
-    def open_requests(self, session: SessionId) -> int:
-        """Return how many requests of `session` have no final answer yet."""
-        return sum(asker == session for asker, _ in self.requests)
+    def open_requests(self, session: SessionId, *, prefetch: bool) -> int:
+        """Return how many prefetches, or other requests, of `session` have no final answer yet."""
+        return sum(
+            request.session == session and request.prefetch is prefetch
+            for request in self.requests.values()
+        )
 
     def owned_by(self, session: SessionId) -> list[Generation]:
         """Return the running generations whose ticket `session` has."""

@@ -409,3 +409,28 @@ def test_drain_asks_for_everything():
     world.freed(gen)
     world.release(1, private, rid)
     assert answers_done(world, 2, drained)
+
+
+def test_an_audit_that_lies_charges_no_more_than_there_is():
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "a", 300)
+    world.say(2, Copied(world.rid(2), (CopiedPages(1, gen, 1 << 50),)))
+    assert world.ram().in_use_bytes == 600
+
+
+def test_prefetches_and_invalidations_are_bounded():
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "held", 1000)
+    rids = [wants(world, 2, f"p{number}", 100, prefetch=True) for number in range(64)]
+    over = world.rid(2)
+    world.say(2, Acquire(over, "more", "/more", "", 300.0, True), "file:more")
+    assert world.failure(2, over) == "resource" and world.failure(2, rids[-1]) is None
+    hit = world.load(2, "held")
+    assert world.answer(2, hit) == Grant(hit, gen)
+    for _ in range(64):
+        world.say(2, Invalidate(world.rid(2), "held", 10.0))
+    last = world.rid(2)
+    world.say(2, Invalidate(last, "held", 10.0))
+    assert world.failure(2, last) == "resource"

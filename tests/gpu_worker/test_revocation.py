@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 import gpu_worker
 from shm_store.errors import ArgumentRefused, BudgetExceeded, WorkerClosed
-from shm_store.wire import Acquire, Fail, Grant, Release
+from shm_store.wire import Acquire, Done, Fail, Grant, Invalidate, Release
 from tests.gpu_worker.served import WAIT_S, wait_until
 from tests.processes import Peer, running
 
@@ -99,6 +100,43 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    def test_a_module_in_a_cycle_makes_room_too(self, worker, other, file, told):
+        """An idle process would not collect it by itself."""
+
+        def looped() -> torch.nn.Linear:
+            made = wide()
+            made.__dict__["itself"] = made
+            return made
+
+        gc.collect()
+        gc.disable()
+        try:
+            with worker.use("mine", skeleton=looped, source=file):
+                pass
+            assert isinstance(other.load("theirs", file), Grant)
+        finally:
+            gc.enable()
+        assert told == [("mine", "room")]
+
+    def test_an_interrupt_in_the_last_use_keeps_no_room(
+        self, worker, other, file, told, monkeypatch
+    ):
+        handle = worker.load("mine", skeleton=wide, source=file)
+        asks(other, "theirs", file)
+        wait_until(lambda: [r for r in worker._records._current.values() if r.going == "room"])
+        settle, interrupts = worker._records._settle, iter([KeyboardInterrupt])
+
+        def interrupted(record, now_s=0.0):
+            for interrupt in interrupts:
+                raise interrupt
+            return settle(record, now_s)
+
+        monkeypatch.setattr(worker._records, "_settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            handle.close()
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
+
     def test_tensors_that_somebody_keeps_are_named_in_the_refusal(self, worker, other, file):
         state = worker.state_dict("mine", source=file)
         answer = other.load("theirs", file, timeout_s=0.5)
@@ -144,6 +182,16 @@ class TestGenerations:
             pass
         save_file({"weight": torch.full((WIDTH, WIDTH), 2.0)}, f"{file}.new")
         other.send(Release(*_lease(other.load("mine", f"{file}.new"))))
+        wait_until(lambda: told == [("mine", "invalidated")])
+
+    def test_a_module_that_left_its_weights_is_invalidated_too(self, worker, other, file, told):
+        """`half()` makes others, and nothing of the map is used any more."""
+        with worker.use("mine", skeleton=wide, source=file) as module:
+            module.half()
+        del module
+        worker.flush()
+        other.send(Invalidate(other.next_rid(), "mine", WAIT_S))
+        assert other.expect(Done).keys == ("mine",)
         wait_until(lambda: told == [("mine", "invalidated")])
 
     def test_an_invalidated_module_serves_its_holders_and_no_other(self, worker, other, told):
@@ -197,6 +245,13 @@ class TestPrefetch:
         with pytest.raises(WorkerClosed):
             worker.prefetch("mine", source=file)
 
+    def test_however_many_there_are_loads_go_on(self, worker, other, file):
+        state = worker.state_dict("held", source=file)
+        for number in range(100):
+            worker.prefetch(f"mine {number}", source=file)
+        worker.flush()
+        assert torch.equal(worker.state_dict("held", source=file)["weight"], state["weight"])
+
 
 class TestPrivate:
     def test_its_memory_is_counted_until_the_module_is_gone(self, worker, other):
@@ -221,6 +276,44 @@ class TestPrivate:
             pass
         assert isinstance(other.load("theirs", file), Grant)
         assert set(told) <= {("mine", "room"), ("more", "room")} and told
+
+    def test_what_was_asked_before_its_record_was_there_is_not_forgotten(
+        self, worker, other, file, told, monkeypatch
+    ):
+        """GRANT and REVOKE arrive together if somebody waits behind the charge."""
+        charge = worker._client.charge
+
+        def charge_and_be_asked(made, *rest) -> None:
+            charge(made, *rest)
+            asks(other, "theirs", file)
+            wait_until(lambda: made.asked == "room")
+
+        with worker.use("first", skeleton=wide, build=wide, private=True):
+            pass
+        monkeypatch.setattr(worker._client, "charge", charge_and_be_asked)
+        with worker.use("mine", skeleton=wide, build=wide, private=True):
+            pass
+        assert isinstance(other.expect(Grant), Grant)
+        assert ("mine", "room") in told or ("first", "room") in told
+
+    def test_an_interrupted_charge_is_given_back(self, worker, other, monkeypatch):
+        charge = worker._client.charge
+
+        def interrupted(*facts) -> None:
+            charge(*facts)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(worker._client, "charge", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.load("mine", skeleton=wide, build=wide, private=True)
+        worker.flush()
+        assert other.status().pools[0].in_use_bytes == 0
+
+    def test_invalidate_reaches_those_of_this_worker(self, worker, told):
+        with worker.use("mine", skeleton=wide, build=wide, private=True):
+            pass
+        assert worker.invalidate("mine") is False, "nobody shares any"
+        assert told == [("mine", "invalidated")]
 
     def test_without_room_it_is_refused_and_leaves_nothing(self, worker, other, file):
         state = worker.state_dict("held", source=file)
