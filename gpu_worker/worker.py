@@ -399,7 +399,7 @@ class Worker:
         self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def shutdown(self, timeout: float = 10.0) -> tuple[Held, ...]:
-        """Load no more, evict what is idle, and return what is still held.
+        """Load no more, evict what is idle, and return what is still held, and by which threads.
 
         What is held goes stale: it can be used through its handles and leaves with the last of
         them, loads in flight included. The connection closes when nothing of it is mapped any more.
@@ -420,7 +420,11 @@ class Worker:
             logger.info("shut down without the coordinator's word: %s", error)
         registry.leave(self._client, self)
         with self._lock:
-            return (*self._records.held(), *self._flights.held())
+            held = self._records.held()
+            used = {(one.key, thread) for one in held for thread in one.threads}
+            loading = self._flights.held()
+        # One that has its record is still about to land.
+        return (*held, *(one for one in loading if (one.key, *one.threads) not in used))
 
     def __enter__(self) -> Self:
         return self

@@ -285,7 +285,7 @@ class TestLateThreads:
                     threads.submit(call) for call in (late_lock, late_unlock, late_drop, late_load)
                 ]
                 ready.wait(WAIT_S)
-                assert {one.key for one in worker.shutdown()} == {"lock", "unlock", "drop"}
+                assert {one.key for one in worker.shutdown()} == {"load", "lock", "unlock", "drop"}
                 if gone:
                     mortal.stop(signal.SIGKILL)
                 over.set()
