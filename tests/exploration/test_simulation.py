@@ -13,6 +13,8 @@ from coordinator.ledger import admission
 from tests.exploration import simulate
 from tests.exploration.model import System
 
+pytestmark = pytest.mark.sim
+
 SEEDS = 600
 
 

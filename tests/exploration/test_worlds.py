@@ -16,6 +16,8 @@ from tests.exploration.explore import Explored
 from tests.exploration.mutants import MUTANTS, of_mutant, of_world
 from tests.exploration.worlds import SMALL
 
+pytestmark = pytest.mark.sim
+
 WAIT_S = 300.0
 
 
