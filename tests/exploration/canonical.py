@@ -11,7 +11,8 @@ from typing import Any
 
 from coordinator.ledger.state import Generation, Ledger, Request
 from shm_store.wire import Message
-from tests.exploration.model import Mapping, System, Thread, Worker
+from tests.exploration.model import System
+from tests.exploration.parts import Thread, Worker
 
 Names = Callable[[str], int]
 
@@ -216,6 +217,3 @@ def _message(message: Message, gens: dict[str, int], ranks: dict[int, int]) -> t
             continue
         fields.append(value)
     return tuple(fields)
-
-
-__all__ = ["Mapping", "canonical"]

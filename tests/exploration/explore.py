@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from coordinator.ledger.invariants import violations
 from tests.exploration.canonical import canonical
-from tests.exploration.model import FAULTS, Action, System, World
+from tests.exploration.model import System
+from tests.exploration.parts import FAULTS, Action, World
 
 
 @dataclass

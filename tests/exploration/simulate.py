@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from coordinator.ledger.invariants import violations
 from coordinator.ledger.state import State
-from tests.exploration.model import FAULTS, Action, Op, Program, System, Violation, World
+from tests.exploration.model import System
+from tests.exploration.parts import FAULTS, Action, Op, Program, Violation, World
 
 STEPS_WITH_FAULTS = 200
 STEPS_TO_FINISH = 20_000

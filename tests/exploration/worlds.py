@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.exploration.model import Op, Program, World
+from tests.exploration.parts import Op, Program, World
 
 
 def use(key: str, fingerprint: str = "", **facts: Any) -> Op:
