@@ -1,4 +1,4 @@
-"""The session of this process with a coordinator: requests, their answers, and what is given back.
+"""The session of this process with a coordinator: requests and their answers.
 
 Rules
 - The connection's lock orders the requests' ids and guards what is open. Nobody waits with it.
@@ -6,7 +6,7 @@ Rules
 - A request stays open until its final answer, even when nobody wants that any more; what then
   arrives is given back by the reader.
 - A caller waits at its own request's inbox, with no lock, and may leave by any exception.
-- Unmapping, and RELEASE after it, is the keeper's. Finalizers only enqueue.
+- What was granted, `leases` looks after.
 
     Note on fork
     fact: a forked child has this object, but neither thread, and any lock may be held in it for
@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import itertools
 import logging
 import os
@@ -31,11 +30,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpu_worker.connection import CLOSED, Connection
-from gpu_worker.keeper import Keeper
-from gpu_worker.records import Asked
+from gpu_worker.leases import Holder, Leases
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Reply, Request
 from gpu_worker.waits import refuse_fork, steps
@@ -51,14 +49,13 @@ from shm_store.errors import (
     WeightCacheError,
     WorkerClosed,
 )
-from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.keys import Key, LeaseId, RequestId
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.source import open_source
 from shm_store.wire import (
     TIMEOUT_LIMIT_S,
     VERSION,
     Abort,
-    Ack,
     Acquire,
     AnyMessage,
     Bye,
@@ -71,7 +68,6 @@ from shm_store.wire import (
     Flushed,
     Grant,
     Invalidate,
-    Release,
     Report,
     Reserve,
     Resume,
@@ -83,7 +79,7 @@ from shm_store.wire import (
 )
 
 if TYPE_CHECKING:
-    from gpu_worker import mapping, publish
+    from gpu_worker import publish
 
 logger = logging.getLogger("gpu_worker")
 
@@ -96,13 +92,6 @@ GRACE_S = 0.25
 HANDSHAKE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0
 SOURCE_NAME_LIMIT = 4096
-
-
-class Holder(Protocol):
-    """Whoever keeps records of generations, and lets go of them when the coordinator asks."""
-
-    def _revoked(self, gen: GenerationId, asked: Asked) -> None:
-        """Do what is asked of a generation. In the keeper's thread; runs destructors."""
 
 
 class Client:
@@ -120,16 +109,15 @@ class Client:
         self.path = path
         self.pid = os.getpid()
         self.workers: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self._opening = threading.RLock()
-        self._opened = False
-        self.keeper = Keeper(self._end)
-        self._unused = unused
         self._connection = Connection(path, self._take, self._lose)
         self._lock = self._connection.lock
+        self.leases = Leases(self._connection, self.workers, functools.partial(unused, self))
+        self.keeper = self.leases.keeper
+        self._opening = threading.RLock()
+        self._opened = False
+        self._unused = unused
         self._rids = itertools.count(1)
         self._requests: dict[RequestId, Request] = {}
-        self._mappings: mapping.MappingTable | None = None
-        self._charges: dict[GenerationId, Charge] = {}
         self._stopped = False
 
     # --- for workers ----------------------------------------------------------------------------
@@ -159,10 +147,7 @@ class Client:
     def _open(self, name: str, device: str) -> None:
         try:
             self._connection.open(Resume(VERSION, name, device))
-            from gpu_worker.mapping import MappingTable
-
-            self._mappings = MappingTable(self.keeper.queue)
-            self.keeper.start()
+            self.leases.start()
             self._round_trip(HANDSHAKE_TIMEOUT_S)
         except BaseException as error:
             self._connection.close(hurry=True)
@@ -214,8 +199,8 @@ class Client:
         """Wait for room for private memory of this process, and have it counted.
 
         Args:
-            charge: is made one of the coordinator's. It is the caller's to `discharge`, whatever
-                this raises.
+            charge: is made one of the coordinator's. It is the caller's to give back, by
+                `leases.discharge`, whatever this raises.
             key: what it is for. For people only.
 
         Raises:
@@ -236,10 +221,6 @@ class Client:
             self._give_up(request)
             raise
 
-    def discharge(self, charge: Charge) -> None:
-        """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
-        self.keeper.queue.put(functools.partial(self._discharge, charge))
-
     def invalidate(self, key: Key, timeout_s: float) -> bool:
         """Have what `key` is retired everywhere; say whether there was something.
 
@@ -257,13 +238,6 @@ class Client:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
         finally:
             self._forget_unsent(request)
-
-    def asked(self, gen: GenerationId) -> Asked:
-        """Return what the coordinator has asked of this process's lease on a generation."""
-        charge = self._charges.get(gen)
-        if charge is not None:
-            return charge.asked
-        return "" if self._mappings is None else self._mappings.asked(gen)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything this process let go of has taken effect at the coordinator.
@@ -317,7 +291,7 @@ class Client:
                     # Nobody is left to profit. Told once; the answer closes it.
                     request.prefetch = False
                     self._connection.post(Cancel(request.rid))
-            if self._requests or self._charges or self._mapped():
+            if self._requests or self.leases.any:
                 return False
             self._connection.close()
         self.keeper.leave()
@@ -347,7 +321,7 @@ class Client:
         Else the new lease would overtake the RELEASE of the old, and whoever waits for the room
         would wait for as long as this process goes on asking.
         """
-        if self._mappings is None or not self._mappings.leaving(key):
+        if not self.leases.leaving(key):
             return
         started_s = time.monotonic()
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -490,68 +464,6 @@ class Client:
                 if request.builder == thread and request.key == key:
                     raise CallerError(f"the build= of {key!r} asks for {key!r} itself")
 
-    # --- the keeper's ---------------------------------------------------------------------------
-
-    def _end(self, ended: mapping.Mapping) -> None:
-        """Unmap what no tensor uses any more, then give its lease back."""
-        assert self._mappings is not None
-        self._mappings.unmap(ended)
-        with self._lock:
-            self._connection.post(Release(ended.gen, self._mappings.forget(ended)))
-        self._unused(self)
-
-    def _revoke(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
-        """Have every worker let go of a generation, then see whether anything is left of it."""
-        self._tell(revoked.gen, asked)
-        self.keeper.call_settled(functools.partial(self._acknowledge, revoked, lease, asked))
-
-    def _revoke_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
-        self._tell(gen, asked)
-        self.keeper.call_settled(functools.partial(self._acknowledge_charge, gen, lease, asked))
-
-    def _tell(self, gen: GenerationId, asked: Asked) -> None:
-        """Have every worker do what is asked, whatever the callbacks of the others raise."""
-        for worker in list(self.workers):
-            self.keeper.attempt(functools.partial(worker._revoked, gen, asked))
-
-    def _acknowledge_charge(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
-        with self._lock:
-            if gen in self._charges:
-                self._connection.post(Ack(gen, lease, asked == "stale"))
-
-    def _acknowledge(self, revoked: mapping.Mapping, lease: LeaseId, asked: Asked) -> None:
-        """Say so if the lease goes on; if not, its RELEASE has been sent."""
-        with self._lock:
-            revoked.letting_go = False
-            if revoked.buffer() is not None and revoked.lease == lease:
-                self._connection.post(Ack(revoked.gen, lease, asked == "stale"))
-
-    def _discharge(self, charge: Charge) -> None:
-        with self._lock:
-            charge.over = True
-            if self._charges.pop(charge.gen, None) is not None:
-                self._connection.post(Release(charge.gen, charge.lease))
-        self._unused(self)
-
-    def collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
-        """Have garbage collected if evicted weights are still mapped: a cycle may keep them.
-
-        An idle process collects nothing by itself, and others wait for the room.
-        """
-        self.keeper.call_settled(functools.partial(self._collect_if_kept, tuple(gens)))
-
-    def _collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
-        assert self._mappings is not None
-        if any(self._mappings.alive(gen) or gen in self._charges for gen in gens):
-            gc.collect()
-
-    def _mapped(self) -> bool:
-        return self._mappings is not None and len(self._mappings) > 0
-
-    def _release(self, gen: GenerationId, lease: LeaseId) -> None:
-        with self._lock:
-            self._connection.post(Release(gen, lease))
-
     # --- the reader's ---------------------------------------------------------------------------
 
     def _take(self, data: bytes, fds: list[int]) -> None:
@@ -565,12 +477,12 @@ class Client:
             close_all(fds)
             raise
         match message:
-            case Grant(rid, gen) if charge:
-                self._take_charge(rid, gen)
-            case Grant(rid, gen):
-                self._take_grant(rid, gen, fds[0])
+            case Grant() if charge:
+                self._take_charge(message)
+            case Grant():
+                self._take_grant(message, fds[0])
             case Revoke():
-                self._take_revoke(message)
+                self.leases.take_revoke(message)
             case Space():
                 self._take_space(message, fds[0])
             case Ticket(rid, gen):
@@ -599,52 +511,29 @@ class Client:
             case Done() | Report():
                 raise ProtocolViolation(f"nobody asked for {type(message).__name__}")
 
-    def _take_grant(self, rid: RequestId, gen: GenerationId, fd: int) -> None:
-        """Map what was granted, or give it back."""
-        request = self._requests.get(rid)
+    def _take_grant(self, message: Grant, fd: int) -> None:
+        """Hand what was granted to who asked for it, or give it back."""
+        request = self._requests.get(message.rid)
         wanted = request is not None and request.wanted
         reply: Granted | WeightCacheError | None = None
-        assert self._mappings is not None
         try:
-            buffer = self._mappings.granted(gen, LeaseId(rid), fd, wanted)
+            buffer = self.leases.take_grant(message.gen, LeaseId(message.rid), fd, wanted)
             if buffer is not None:
-                reply = Granted(gen, buffer)
+                reply = Granted(message.gen, buffer)
         except WeightCacheError as error:
             reply = error
-        if not isinstance(reply, Granted) and not self._mappings.pending(gen, LeaseId(rid)):
-            self._release(gen, LeaseId(rid))
-        self._answer(rid, reply)
+        self._answer(message.rid, reply)
+
+    def _take_charge(self, message: Grant) -> None:
+        with self._lock:
+            charge = self._requests[message.rid].charge
+            assert charge is not None
+            self.leases.take_charge(charge, message.gen, LeaseId(message.rid))
+        self._answer(message.rid, charge)
 
     def _is(self, rid: RequestId, kind: str) -> bool:
         request = self._requests.get(rid)
         return request is not None and request.kind == kind
-
-    def _take_charge(self, rid: RequestId, gen: GenerationId) -> None:
-        """Count a charge as this process's, or give it back."""
-        lease = LeaseId(rid)
-        with self._lock:
-            charge = self._requests[rid].charge
-            assert charge is not None
-            charge.gen, charge.lease = gen, lease
-            if charge.over:
-                self._connection.post(Release(gen, lease))
-            else:
-                self._charges[gen] = charge
-        self._answer(rid, charge)
-
-    def _take_revoke(self, message: Revoke) -> None:
-        """Note it at once, so that no record is made without; the keeper does the rest."""
-        assert self._mappings is not None
-        gen, lease = message.gen, message.lease
-        asked: Asked = "stale" if message.stale else "room"
-        revoked = self._mappings.revoked(gen, lease, asked)
-        if revoked is not None:
-            self.keeper.put(functools.partial(self._revoke, revoked, lease, asked))
-            return
-        charge = self._charges.get(gen)
-        if charge is not None and charge.lease == lease:
-            charge.asked = asked
-            self.keeper.put(functools.partial(self._revoke_charge, gen, lease, asked))
 
     def _take_space(self, message: Space, fd: int) -> None:
         """Hand the segment to its filler; with nobody there, give it back."""

@@ -30,13 +30,16 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -82,9 +85,17 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
-    __slots__ = ("__weakref__", "_content")
+    __slots__ = ("__weakref__", "_content", "_whole")
+    __hash__ = object.__hash__  # ctypes takes it away; each is itself
 
     _content: tuple[Manifest, int]
+    _whole: Buffer
+
+    def hand_out(self) -> Buffer:
+        """Return the same bytes as an object of its own: who was given it can be told apart."""
+        handed = type(self).from_buffer(self)
+        handed._whole = self
+        return handed
 
     def content(self) -> tuple[Manifest, int]:
         """Return the manifest, and where tensor bytes begin. Decoded once, kept with the buffer.
@@ -92,6 +103,8 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
         Raises:
             SegmentRefused: the manifest cannot be read.
         """
+        with contextlib.suppress(AttributeError):
+            return self._whole.content()
         try:
             return self._content
         except AttributeError:
@@ -102,7 +115,18 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
 class Mapping:
     """One map of a segment: what it is, where it is, and the lease that pays for it."""
 
-    __slots__ = ("address", "asked", "buffer", "gen", "key", "lease", "letting_go", "size_bytes")
+    __slots__ = (
+        "address",
+        "asked",
+        "buffer",
+        "gen",
+        "handed_out",
+        "key",
+        "lease",
+        "letting_go",
+        "size_bytes",
+        "watched",
+    )
 
     def __init__(
         self,
@@ -123,20 +147,32 @@ class Mapping:
         self.asked: Asked = ""
         """What the coordinator has asked of the lease. A later grant voids it."""
         self.letting_go = False
-        """What it asked is not done yet."""
+        """It asked to let go, and that is being done."""
+        self.handed_out: list[weakref.ref[Buffer]] = []
+        """One for each GRANT, as long as something uses what it was for."""
+        self.watched: list[weakref.ref[Buffer]] = []
+        """To those of them whose end is to be told."""
         self.address = ctypes.addressof(buffer)
         self.size_bytes = len(buffer)
         # `put` ignores its second argument, which is the reference here.
         self.buffer = weakref.ref(buffer, functools.partial(ended.put, self))
 
+    def hand_out(self, buffer: Buffer) -> Buffer:
+        """Return the bytes for one more user."""
+        handed = buffer.hand_out()
+        alive = [known for known in self.handed_out if known() is not None]
+        self.handed_out = [*alive, weakref.ref(handed)]
+        return handed
+
 
 class MappingTable:
     """The mappings of this process, one per generation. Thread-safe.
 
-    `ended` receives each mapping whose last tensor is gone; the keeper passes it to `unmap`.
+    `ended` is the keeper's queue. It gets each mapping whose last tensor is gone, to `unmap`, and
+    tasks.
     """
 
-    def __init__(self, ended: SimpleQueue[Mapping]) -> None:
+    def __init__(self, ended: SimpleQueue[Any]) -> None:
         self._ended = ended
         self._lock = threading.Lock()
         self._mappings: dict[GenerationId, Mapping] = {}
@@ -174,7 +210,7 @@ class MappingTable:
                 buffer = None if mapping is None else mapping.buffer()
                 if mapping is not None and buffer is not None:
                     mapping.lease, mapping.asked = lease, ""
-                    return buffer
+                    return mapping.hand_out(buffer)
                 # A mapping whose tensors are gone but whose bytes are still mapped: the lease must
                 # outlive them. A new mapping is unmapped, and so released, after the old one.
                 if wanted or mapping is not None:
@@ -195,19 +231,35 @@ class MappingTable:
             mapping = self._mappings.get(gen)
             return mapping is not None and mapping.lease == lease
 
-    def revoked(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> Mapping | None:
-        """Note what the coordinator asks of a lease. None if that lease is over, or on its way."""
+    def revoked(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> bool:
+        """Note what the coordinator asks of a lease, unless it is over, or another is there."""
         with self._lock:
             mapping = self._mappings.get(gen)
             if mapping is None or mapping.lease != lease:
-                return None
-            mapping.asked, mapping.letting_go = asked, True
-            return mapping
+                return False
+            mapping.asked, mapping.letting_go = asked, asked != "idle"
+            return True
 
-    def alive(self, gen: GenerationId) -> bool:
-        """Say whether something uses the bytes of a generation."""
+    def others_use(
+        self, mapping: Mapping, known: Sequence[object], told: Callable[[], object]
+    ) -> bool:
+        """Say whether something uses a mapping beside the `known` of those it was handed out to.
+
+        Args:
+            told: a task, put into the queue of what has ended when one of the others ends.
+        """
+        with self._lock:
+            alive = [handed for one in mapping.handed_out if (handed := one()) is not None]
+            others = [handed for handed in alive if not any(handed is one for one in known)]
+            # As for the whole: nothing but `put` runs where the last reference is dropped.
+            told_of = functools.partial(self._ended.put, told)
+            mapping.watched = [weakref.ref(handed, told_of) for handed in others]
+            return bool(others)
+
+    def alive(self, gen: GenerationId) -> Mapping | None:
+        """Return the mapping of a generation, if something keeps its bytes."""
         mapping = self._mappings.get(gen)
-        return mapping is not None and mapping.buffer() is not None
+        return mapping if mapping is not None and mapping.buffer() is not None else None
 
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of the lease on a generation."""
@@ -263,7 +315,7 @@ class MappingTable:
         mapping = Mapping(gen, preamble.key, lease, buffer, self._ended)
         self._mappings[gen] = mapping
         self._count += 1
-        return buffer
+        return mapping.hand_out(buffer)
 
 
 def map_segment(fd: int, size_bytes: int) -> Buffer:

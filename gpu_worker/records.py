@@ -12,6 +12,7 @@ Rules
 - A stale record is one that no key leads to any more. It is never handed out again.
 - A record that is to go has a cause. It is evicted, once, when its last claim and its last lock
   have ended; an idle one at once. One that goes to make room is handed out until then.
+- The end of a watched record's last use is told, once, so that its process can be looked at again.
 - Each change is one dict operation, so that an exception from outside (KeyboardInterrupt) finds
   every record whole.
 """
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, NewType, Protocol, TypeVar
 
+from shm_store import wire
 from shm_store.errors import WorkerClosed
 from shm_store.keys import GenerationId, Key
 
@@ -34,8 +36,8 @@ EvictCause = Literal["evicted", "replaced", "invalidated", "room", "unused", "sh
 """Why a record goes: `evict`, newer weights of its key, retired everywhere, asked for by the
 coordinator, `idle_timeout`, or `shutdown`."""
 
-Asked = Literal["", "room", "stale"]
-"""What the coordinator has asked of a generation: nothing, its room, or never to hand it out."""
+Asked = wire.Asked | Literal[""]
+"""What the coordinator has asked of a generation, if anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Record(Generic[Module]):
 
     Attributes:
         going: why it is evicted once it is idle; None while it is to stay.
+        watched: the end of its last use is to be told.
         used_s: when its last use ended, on the clock of the caller.
     """
 
@@ -92,6 +95,7 @@ class Record(Generic[Module]):
     origin: Origin
     module: Module
     going: EvictCause | None = None
+    watched: bool = False
     used_s: float = 0.0
 
 
@@ -158,14 +162,17 @@ class Records(Generic[Module]):
         if asked == "stale":
             record.going = "invalidated"
             return []
-        if asked == "room":
-            record.going = "room"
+        record.watched = asked != ""
         evicted = self.evict(record.key, "replaced")
         self._current[record.key] = record
         return evicted
 
     def end_claim(self, claim: ClaimId, now_s: float = 0.0) -> list[Record[Module]]:
-        """End a claim. Locks made through it go on. Returns the records evicted."""
+        """End a claim. Locks made through it go on.
+
+        Returns:
+            The records evicted, and those that are idle now and were watched.
+        """
         ended = self._claims.pop(claim, None)
         return self._overdue() if ended is None else self._settle(ended[0], now_s)
 
@@ -192,7 +199,7 @@ class Records(Generic[Module]):
         return None
 
     def unlock(self, lock: LockId, now_s: float = 0.0) -> list[Record[Module]]:
-        """End a lock. Returns the records evicted."""
+        """End a lock. Returns what `end_claim` does."""
         ended = self._locks.pop(lock, None)
         if ended is None:
             return self._overdue()
@@ -219,25 +226,41 @@ class Records(Generic[Module]):
         return self.evict(key, "invalidated")
 
     def outdate(self, key: Key, newer: GenerationId) -> list[Record[Module]]:
-        """Make the record of `key` stale if it is older than `newer`, which exists."""
+        """Make the record of `key` stale if it is older than `newer`, which was just granted."""
         record = self._current.get(key)
-        if record is None or record.generation >= newer:
+        if record is None or record.generation > newer:
+            return []
+        if record.generation == newer:
+            record.going = None  # as in `adopt`
             return []
         return self.evict(key, "replaced")
 
-    def revoke(self, generation: GenerationId, asked: Asked) -> list[Record[Module]]:
-        """Do what the coordinator asks of a generation. Returns the records evicted.
+    def retire(self, generation: GenerationId) -> list[Record[Module]]:
+        """Make the record of `generation` stale. Returns it if it was idle, and so is gone."""
+        record = self._record_of(generation)
+        return [] if record is None else self.evict(record.key, "invalidated")
 
-        For room, one that is in use is handed out until it is idle.
-        """
-        for record in list(self._current.values()):
-            if record.generation != generation:
-                continue
-            if asked == "stale":
-                return self.evict(record.key, "invalidated")
-            record.going = "room"
-            return self._settle(record)
-        return []
+    def look(self, generation: GenerationId) -> tuple[Record[Module], bool] | None:
+        """Return the record of `generation`, and whether it is in use, and so is watched now."""
+        record = self._record_of(generation)
+        if record is None:
+            return None
+        record.watched = any(self._uses(record))
+        return record, record.watched
+
+    def make_room(self, generation: GenerationId) -> list[Record[Module]]:
+        """Evict the record of `generation` once it is idle. Returns it if that is now."""
+        record = self._record_of(generation)
+        if record is None:
+            return []
+        record.going = "room"
+        return self._settle(record, record.used_s)
+
+    def _record_of(self, generation: GenerationId) -> Record[Module] | None:
+        for record in self._current.values():
+            if record.generation == generation:
+                return record
+        return None
 
     def unused_since_s(self) -> float | None:
         """Return when the idle record that has been unused longest was used last."""
@@ -274,21 +297,22 @@ class Records(Generic[Module]):
         )
 
     def _overdue(self) -> list[Record[Module]]:
-        """Evict what should have gone with a use that an exception from outside cut short.
+        """Evict, or tell of, what should have been with a use that an exception cut short.
 
         Whoever ends that use once more, as handles do, comes here.
         """
-        going = [record for record in self._current.values() if record.going is not None]
-        return [gone for record in going for gone in self._settle(record, record.used_s)]
+        due = [record for record in self._current.values() if record.going or record.watched]
+        return [idle for record in due for idle in self._settle(record, record.used_s)]
 
     def _settle(self, record: Record[Module] | None, now_s: float = 0.0) -> list[Record[Module]]:
-        """Return the record if it was to go and has just become idle. It is gone then."""
+        """Return the record if it has just become idle, and was to go or watched."""
         if record is None:
             return []
         record.used_s = now_s
-        if record.going is None or any(self._uses(record)):
+        if (record.going is None and not record.watched) or any(self._uses(record)):
             return []
-        if self._current.get(record.key) is record:
+        record.watched = False
+        if record.going is not None and self._current.get(record.key) is record:
             del self._current[record.key]
         return [record]
 

@@ -11,7 +11,8 @@ import os
 import threading
 import weakref
 
-from gpu_worker.client import Client, Holder
+from gpu_worker.client import Client
+from gpu_worker.leases import Holder
 from shm_store.errors import ConnectionLost
 
 _registry = threading.RLock()

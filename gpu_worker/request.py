@@ -63,13 +63,14 @@ class Charge:
 
     Attributes:
         gen, lease: what the coordinator calls it, once it was granted.
-        asked: what the coordinator has asked of it since.
+        asked: what the coordinator has asked of it since; `letting_go` while that is being done.
         over: its memory is free, or was never needed.
     """
 
     gen: GenerationId = _NONE
     lease: LeaseId = _NOT_YET
     asked: Asked = ""
+    letting_go: bool = False
     over: bool = False
 
 

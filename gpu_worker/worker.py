@@ -32,7 +32,8 @@ from gpu_worker.client import Client
 from gpu_worker.flights import Flight, Flights
 from gpu_worker.handle import ModelHandle
 from gpu_worker.keeper import Keeper
-from gpu_worker.records import Asked, ClaimId, Held, LockId, Origin, Record, Records
+from gpu_worker.leases import Seen
+from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Charge, Progress
 from gpu_worker.waits import refuse_fork
@@ -501,7 +502,7 @@ class Worker:
         record = Record(key, gen, wish.origin, loaded)
         with self._lock:
             # What the coordinator asks from now on finds the record.
-            gone = self._records.admit(record, claim, self._client.asked(gen), whose)
+            gone = self._records.admit(record, claim, self._client.leases.asked(gen), whose)
         self._let_go(gone)
         return record
 
@@ -515,7 +516,7 @@ class Worker:
         size_bytes = max(1, module.held_bytes(assembled.module))
         charge = Charge()
         # Its tensors go with it, unless somebody keeps one, which nobody could count.
-        end = weakref.finalize(assembled.module, self._client.discharge, charge)
+        end = weakref.finalize(assembled.module, self._client.leases.discharge, charge)
         end.atexit = False
         self._client.charge(charge, key, RAM, size_bytes, timeout_s)
         return charge.gen, assembled
@@ -578,16 +579,21 @@ class Worker:
     def _let_go(self, gone: list[Record[_Loaded]], *, later: bool = False) -> None:
         """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held.
 
+        Of what is idle, and watched, only the client is told.
+
         Args:
             later: tell in the keeper, behind the unmapping and the RELEASE.
         """
         if not gone:
             return
-        told = [(r.key, r.generation, r.going or "evicted") for r in gone]
+        told = [(r.key, r.generation, r.going) for r in gone if r.going is not None]
+        idle = [(r.generation, id(r)) for r in gone]
         gone.clear()
+        for gen, record in idle:
+            self._client.leases.idle(gen, record)
         asked_for = [gen for _, gen, cause in told if cause == "room"]
         if asked_for:
-            self._client.collect_if_kept(asked_for)
+            self._client.leases.collect_if_kept(asked_for)
         if later:
             self._client.keeper.put(functools.partial(self._callbacks.evicted, told))
         else:
@@ -595,10 +601,22 @@ class Worker:
 
     # --- for the keeper -------------------------------------------------------------------------
 
-    def _revoked(self, gen: GenerationId, asked: Asked) -> None:
-        """Do what the coordinator asks of a generation."""
+    def _retire(self, gen: GenerationId) -> None:
+        """Hand a generation out no more."""
         with self._lock:
-            gone = self._records.revoke(gen, asked)
+            gone = self._records.retire(gen)
+        self._let_go(gone, later=True)
+
+    def _look(self, gen: GenerationId) -> Seen | None:
+        """Say what this worker has of a generation."""
+        with self._lock:
+            seen = self._records.look(gen)
+        return None if seen is None else Seen(id(seen[0]), seen[0].module.weights, seen[1])
+
+    def _make_room(self, gen: GenerationId) -> None:
+        """Let go of a generation as soon as it is idle."""
+        with self._lock:
+            gone = self._records.make_room(gen)
         self._let_go(gone, later=True)
 
     def _expire(self) -> None:

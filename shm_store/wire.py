@@ -164,15 +164,22 @@ class Release(Message, frozen=True):
     lease: LeaseId
 
 
+Asked = Literal["idle", "room", "stale"]
+"""What a REVOKE asks: tell me when nothing of yours uses this; let it go once nothing does, because
+room is short; it is retired, so hand it out no more."""
+
+
 class Ack(Message, frozen=True):
     """The answer to a REVOKE of a lease that goes on: it was heard, and something holds it.
 
-    `stale` as in the REVOKE: a later one may be on its way by now.
+    With `idle` nothing uses it. Who was asked for that says so at once, or first that it is used,
+    and later when it is not. `asked` as in the REVOKE: another one may be on its way by now.
     """
 
     gen: GenerationId
     lease: LeaseId
-    stale: bool
+    asked: Asked
+    idle: bool = False
 
 
 class Invalidate(Message, frozen=True):
@@ -286,16 +293,15 @@ class Grant(Message, frozen=True):
 
 
 class Revoke(Message, frozen=True):
-    """Let this lease go when it is idle, because room is short.
+    """Others need the room of this lease, or its generation is retired: see `Asked`.
 
-    With `stale` its generation is retired: hand it out no more. A lease that goes on for now is
-    answered ACK, one that ends RELEASE; another lease id means that a newer grant has overtaken
-    this.
+    A lease that goes on for now is answered ACK, one that ends RELEASE; another lease id means that
+    a newer grant has overtaken this.
     """
 
     gen: GenerationId
     lease: LeaseId
-    stale: bool
+    asked: Asked
 
 
 class Fail(Message, frozen=True):

@@ -7,7 +7,7 @@ lookup without a claim: `seat` grants, attaches, or opens in one step.
 from __future__ import annotations
 
 from coordinator.ledger.events import Back, StartLoader
-from coordinator.ledger.eviction import revocable, victims
+from coordinator.ledger.eviction import doubtful, revocable, victims
 from coordinator.ledger.report import generation_report
 from coordinator.ledger.state import (
     LOADER,
@@ -307,16 +307,21 @@ def _take_in(turn: Turn, generation: Generation) -> None:
 
 
 def _make_room(turn: Turn, pool: Pool, head: Generation | None) -> None:
-    """Let go of what is idle, then ask for what is leased. A prefetch asks nobody."""
+    """Let go of what is retained, then ask for what is leased. A prefetch asks nobody."""
     ledger = turn.ledger
     needed_bytes = 0 if head is None else head.size_bytes
     for victim in victims(ledger, pool, needed_bytes):
         let_go(turn, victim)
     if head is not None and head.prefetch:
         return
-    for generation in revocable(ledger, pool, needed_bytes):
-        for session in list(generation.leases):
-            turn.revoke(session, generation, "room")
+    wanted = revocable(ledger, pool, needed_bytes)
+    for generation in ledger.in_pool(pool.name):
+        if generation not in wanted and not generation.refused:
+            turn.unask(generation)
+    for generation in wanted:
+        unsure = doubtful(generation, head, turn.now_s)
+        for session in unsure or generation.leases:
+            turn.revoke(session, generation, "idle" if unsure else "room")
 
 
 def let_go(turn: Turn, generation: Generation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.ledger import admission
+from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.operators import expire_drains, expire_invalidations
 from coordinator.ledger.state import Generation, Lease, Ledger, Request, State
 from coordinator.ledger.turn import Turn
@@ -10,9 +11,6 @@ from shm_store.errors import LoadTimeout, WeightCacheError
 
 UNASKED_FILL_S = 300.0
 """How long a fill that nobody waits for may stand still."""
-
-REVOKE_PATIENCE_S = 1.0
-"""How long the bytes of a lease that was asked for count as coming. A process may be stopped."""
 
 
 def next_deadline_s(ledger: Ledger) -> float | None:

@@ -1,14 +1,22 @@
 """Which bytes go when room is needed. Decides only; `turn` acts.
 
 The order: retained generations, least recently leased first; then fills that nobody waits for any
-more; then, by asking their holders, what is leased. Never a pinned one. Evicting what somebody
-still maps frees nothing, so what was asked for counts as coming only until a holder says that it
-keeps it, or says nothing in time.
+more; then, by asking their holders, what is leased. Never a pinned one.
+
+Evicting what somebody else still maps frees nothing. So of several holders each is asked first
+whether it uses the bytes, and they let go only once none has said that it does; and what was asked
+for counts as coming only until a holder says that it keeps it, or says nothing in time.
 """
 
 from __future__ import annotations
 
+import math
+
 from coordinator.ledger.state import Generation, Ledger, Pool, State
+from shm_store.keys import SessionId
+
+REVOKE_PATIENCE_S = 1.0
+"""How long the bytes of a lease that was asked for count as coming. A process may be stopped."""
 
 
 def retained(ledger: Ledger, pool: str) -> list[Generation]:
@@ -48,7 +56,7 @@ def revocable(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]
         if generation.state is State.READY
         and generation.leases
         and not generation.coming
-        and not any(lease.answer for lease in generation.leases.values())
+        and not generation.refused
         and not ledger.pinned(generation)
     ]
     leased.sort(
@@ -59,6 +67,25 @@ def revocable(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]
         )
     )
     return _enough(leased, lacking)
+
+
+def doubtful(generation: Generation, head: Generation | None, now_s: float) -> list[SessionId]:
+    """Return the holders that are to say whether they use `generation`, before any lets go.
+
+    Nobody, if there is only one holder: whenever he lets go, that frees it. An answer counts for
+    half as long as `head` has waited, so that holders who are at work in turns cannot keep it
+    waiting for ever, and what was said long before it came counts for nothing.
+    """
+    if len(generation.leases) == 1:
+        return []
+    began_s = None if head is None else head.queued_s
+    waited_s = math.inf if began_s is None else now_s - began_s
+    since_s = now_s - max(REVOKE_PATIENCE_S, waited_s / 2)
+    return [
+        session
+        for session, lease in generation.leases.items()
+        if lease.answer != "idle" or lease.idle_s < since_s
+    ]
 
 
 def _enough(candidates: list[Generation], lacking: int) -> list[Generation]:

@@ -153,9 +153,10 @@ def ack(turn: Turn, session: SessionId, message: Ack) -> None:
     """A holder has heard a REVOKE, and something of its own keeps the lease."""
     generation = turn.ledger.generations.get(message.gen)
     lease = None if generation is None else generation.leases.get(session)
-    asked = "stale" if message.stale else "room"
-    if lease is not None and lease.id == message.lease and lease.asked == asked:
-        lease.answer = "kept"
+    if lease is None or lease.id != message.lease or lease.asked != message.asked:
+        return
+    idle = message.idle and lease.asked == "idle"
+    lease.answer, lease.idle_s = "idle" if idle else "kept", turn.now_s
 
 
 def release(turn: Turn, session: SessionId, message: Release) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
+from shm_store.wire import Asked
 
 RAM = "ram"
 
@@ -64,8 +65,6 @@ LEASABLE = (State.READY, State.RETIRED)
 
 LOADER: Literal["loader"] = "loader"
 
-Asked = Literal["", "room", "stale"]
-
 
 @dataclass(slots=True)
 class Session:
@@ -86,18 +85,25 @@ class Lease:
     """One process may have the bytes of one generation mapped.
 
     Attributes:
-        asked: what its holder was sent: nothing, REVOKE to make room, or REVOKE because stale.
+        asked: what its holder was sent a REVOKE for; "" if none.
         asked_s: when.
-        answer: that something still holds it, or none in time.
+        answer: that something uses it, or none in time; or, asked for that, that nothing does.
+        idle_s: when it said so.
         copied_bytes: pages of the map that the process has written to, by the last audit.
     """
 
     id: LeaseId
     since_s: float
-    asked: Asked = ""
+    asked: Asked | Literal[""] = ""
     asked_s: float = 0.0
-    answer: Literal["", "kept", "overdue"] = ""
+    answer: Literal["", "idle", "kept", "overdue"] = ""
+    idle_s: float = 0.0
     copied_bytes: int = 0
+
+    @property
+    def going(self) -> bool:
+        """Its holder was asked to let go, and has not said that it cannot."""
+        return self.asked in ("room", "stale") and not self.answer
 
 
 @dataclass(slots=True, eq=False)
@@ -172,15 +178,18 @@ class Generation:
         """Its bytes are on their way back: all who have them were asked, and none has refused."""
         if self.state is State.FREEING:
             return True
-        return bool(self.leases) and all(
-            lease.asked and not lease.answer for lease in self.leases.values()
-        )
+        return bool(self.leases) and all(lease.going for lease in self.leases.values())
+
+    @property
+    def refused(self) -> bool:
+        """Somebody who was asked uses it, or does not answer."""
+        return any(lease.answer in ("kept", "overdue") for lease in self.leases.values())
 
     @property
     def gives_way(self) -> bool:
-        """Somebody was asked to let it go, to make room."""
+        """Somebody was asked to let it go, to make room, or whether he could."""
         return self.state is State.READY and any(
-            lease.asked == "room" for lease in self.leases.values()
+            lease.asked in ("room", "idle") for lease in self.leases.values()
         )
 
     @property

@@ -12,7 +12,6 @@ from coordinator.ledger.state import (
     LOADER,
     RUNNING,
     TRANSITIONS,
-    Asked,
     Generation,
     Lease,
     Ledger,
@@ -21,7 +20,7 @@ from coordinator.ledger.state import (
 )
 from shm_store.errors import WeightCacheError
 from shm_store.keys import GenerationId, LeaseId, RequestId, SessionId, generation_id
-from shm_store.wire import Cause, Fail, Grant, Revoke, ToSession
+from shm_store.wire import Asked, Cause, Fail, Grant, Revoke, ToSession
 
 
 class Turn:
@@ -93,12 +92,18 @@ class Turn:
             self.revoke(request.session, generation, "stale")
 
     def revoke(self, session: SessionId, generation: Generation, asked: Asked) -> None:
-        """Ask a holder to let go. Once for each reason; what is stale stays stale."""
+        """Ask a holder. Again only whether it is idle; what is stale stays stale."""
         lease = generation.leases[session]
-        if lease.asked in (asked, "stale"):
+        if lease.asked == "stale" or (lease.asked == asked and lease.answer != "idle"):
             return
         lease.asked, lease.asked_s, lease.answer = asked, self.now_s, ""
-        self.send(session, Revoke(generation.id, lease.id, asked == "stale"))
+        self.send(session, Revoke(generation.id, lease.id, asked))
+
+    def unask(self, generation: Generation) -> None:
+        """Forget who was asked whether he is idle: nobody needs it. Who is not will say so once."""
+        for lease in generation.leases.values():
+            if lease.asked == "idle":
+                lease.asked = lease.answer = ""
 
     def copied(self, generation: Generation, lease: Lease, size_bytes: int) -> None:
         """Charge the pages that a holder has written to, instead of what was known before."""

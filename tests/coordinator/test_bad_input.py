@@ -73,7 +73,7 @@ def books(operator: Peer):
         pytest.param(Release, id="release of a foreign lease"),
         pytest.param(lambda gen, lease: Release(gen, lease + 7), id="release of an unknown lease"),
         pytest.param(lambda gen, lease: Release(NO_GEN, lease), id="release of no generation"),
-        pytest.param(lambda gen, lease: Ack(gen, lease, True), id="ack of a foreign lease"),
+        pytest.param(lambda gen, lease: Ack(gen, lease, "stale"), id="ack of a foreign lease"),
         pytest.param(lambda gen, lease: Commit(gen), id="commit of a foreign generation"),
         pytest.param(lambda gen, lease: Abort(gen), id="abort of a foreign generation"),
         pytest.param(lambda gen, lease: Reserve(gen, PAGE_BYTES), id="reserve of a foreign one"),

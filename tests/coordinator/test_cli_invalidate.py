@@ -94,8 +94,8 @@ def test_invalidate_returns_when_the_holders_know_and_names_them(
 
     def answer() -> None:
         revoke = peer.expect(Revoke)
-        assert (revoke.gen, revoke.stale) == (release.gen, True)
-        peer.send(Ack(revoke.gen, revoke.lease, revoke.stale))
+        assert (revoke.gen, revoke.asked) == (release.gen, "stale")
+        peer.send(Ack(revoke.gen, revoke.lease, revoke.asked))
 
     answering = threading.Thread(target=answer)
     answering.start()

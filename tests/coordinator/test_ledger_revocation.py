@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ledger.deadlines import REVOKE_PATIENCE_S
 from coordinator.ledger.events import Send
+from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.state import State
 from shm_store.wire import (
     Ack,
@@ -25,11 +25,11 @@ from shm_store.wire import (
 from tests.coordinator.ledger_world import World
 
 
-def revokes(world: World) -> list[tuple[int, str, bool]]:
-    """Session, key and staleness of every REVOKE so far, in order."""
+def revokes(world: World) -> list[tuple[int, str, str]]:
+    """Session, key and what was asked by every REVOKE so far, in order."""
     keys = {gen: generation.key for gen, generation in world.ledger.generations.items()}
     return [
-        (effect.session, keys.get(effect.message.gen, "gone"), effect.message.stale)
+        (effect.session, keys.get(effect.message.gen, "gone"), effect.message.asked)
         for effect in world.log
         if isinstance(effect, Send) and isinstance(effect.message, Revoke)
     ]
@@ -44,8 +44,8 @@ def wants(world: World, session: int, key: str, size: int, prefetch: bool = Fals
     return rid
 
 
-def ack(world: World, session: int, gen: str, *, stale: bool = False) -> None:
-    world.say(session, Ack(gen, world.leases(gen)[session], stale))
+def ack(world: World, session: int, gen: str, asked: str = "room", *, idle: bool = False) -> None:
+    world.say(session, Ack(gen, world.leases(gen)[session], asked, idle))
 
 
 def charge(world: World, session: int, size: int, pool: str = "ram") -> tuple[int, str]:
@@ -86,7 +86,7 @@ def test_fewest_holders_are_asked_first_then_the_longest_granted_and_no_more_tha
     world.now_s = 5.0
     world.load(1, "again")
     wants(world, 3, "new", 350)
-    assert revokes(world) == [(1, "once", False)]
+    assert revokes(world) == [(1, "once", "room")]
 
 
 def test_what_is_coming_already_is_not_counted_twice():
@@ -95,9 +95,9 @@ def test_what_is_coming_already_is_not_counted_twice():
     world.have(1, "a", 500)
     world.have(1, "b", 500)
     world.cancel(2, wants(world, 2, "small", 400))
-    assert revokes(world) == [(1, "a", False)]
+    assert revokes(world) == [(1, "a", "room")]
     wants(world, 2, "large", 800)
-    assert revokes(world) == [(1, "a", False), (1, "b", False)]
+    assert revokes(world) == [(1, "a", "room"), (1, "b", "room")]
 
 
 def test_a_pinned_one_is_never_asked_for():
@@ -107,7 +107,7 @@ def test_a_pinned_one_is_never_asked_for():
     world.say(1, Pin(world.rid(1), "pinned"))
     world.have(1, "held", 300)
     wants(world, 2, "new", 300)
-    assert revokes(world) == [(1, "held", False)]
+    assert revokes(world) == [(1, "held", "room")]
 
 
 def test_a_holder_that_keeps_it_has_the_next_one_asked():
@@ -117,9 +117,9 @@ def test_a_holder_that_keeps_it_has_the_next_one_asked():
     world.now_s = 1.0
     world.have(1, "b", 500)
     wants(world, 2, "new", 400)
-    assert revokes(world) == [(1, "a", False)]
+    assert revokes(world) == [(1, "a", "room")]
     ack(world, 1, kept)
-    assert revokes(world) == [(1, "a", False), (1, "b", False)]
+    assert revokes(world) == [(1, "a", "room"), (1, "b", "room")]
 
 
 def test_a_holder_that_says_nothing_has_the_next_one_asked_after_a_while():
@@ -130,22 +130,115 @@ def test_a_holder_that_says_nothing_has_the_next_one_asked_after_a_while():
     world.have(2, "b", 500)
     wants(world, 3, "new", 400)
     world.wait_until(REVOKE_PATIENCE_S / 2)
-    assert revokes(world) == [(1, "a", False)]
+    assert revokes(world) == [(1, "a", "room")]
     world.wait_until(REVOKE_PATIENCE_S)
-    assert revokes(world) == [(1, "a", False), (2, "b", False)]
+    assert revokes(world) == [(1, "a", "room"), (2, "b", "room")]
 
 
-def test_of_what_one_holder_keeps_the_others_are_not_asked_again():
-    """What they let go of would free nothing."""
+# --- of several holders ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared() -> tuple[World, str]:
+    """Two hold "a"; a third waits for its room. `World` and the generation."""
     world = World()
     world.attach(1, 2, 3)
     gen, _ = world.have(1, "a", 900)
     world.load(2, "a")
     wants(world, 3, "new", 400)
-    ack(world, 1, gen)
-    asked = len(revokes(world))
+    return world, gen
+
+
+def test_several_holders_let_go_only_once_all_have_been_idle(shared):
+    """While one uses it, what the others let go of would free nothing."""
+    world, gen = shared
+    assert revokes(world) == [(1, "a", "idle"), (2, "a", "idle")]
+    ack(world, 1, gen, "idle", idle=True)
+    ack(world, 2, gen, "idle")
+    assert len(revokes(world)) == 2
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(1, "a", "room"), (2, "a", "room")]
+
+
+def test_the_last_of_several_holders_lets_go_when_it_is_idle(shared):
+    world, gen = shared
+    ack(world, 2, gen, "idle")
+    world.release(1, gen, world.leases(gen)[1])
+    assert len(revokes(world)) == 2, "it says when it is not at work any more"
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(2, "a", "room")]
+
+
+def test_a_holder_that_comes_later_is_asked_too(shared):
+    world, gen = shared
+    ack(world, 1, gen, "idle", idle=True)
     world.load(2, "a")  # a new lease, not asked yet
-    assert len(revokes(world)) == asked
+    assert revokes(world)[2:] == [(2, "a", "idle")]
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[3:] == [(1, "a", "room"), (2, "a", "room")]
+
+
+def test_what_a_holder_said_long_ago_is_asked_again(shared):
+    """It may have begun to work since, and the other would let go for nothing."""
+    world, gen = shared
+    ack(world, 1, gen, "idle", idle=True)
+    ack(world, 2, gen, "idle")
+    world.now_s = 100.0
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(1, "a", "idle")]
+    ack(world, 1, gen, "idle")
+    assert len(revokes(world)) == 3
+    world.now_s = 140.0
+    ack(world, 1, gen, "idle", idle=True)
+    assert revokes(world)[3:] == [(1, "a", "room"), (2, "a", "room")], "40 s of 140 are not long"
+
+
+def test_what_was_said_to_one_who_waited_before_counts_for_nothing(shared):
+    world, gen = shared
+    (waiting,) = [rid for session, rid in world.ledger.requests if session == 3]
+    ack(world, 1, gen, "idle", idle=True)
+    world.cancel(3, waiting)
+    world.now_s = 100.0
+    wants(world, 3, "newer", 400)
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(1, "a", "idle")]
+
+
+def test_who_says_nothing_is_passed_over_and_heard_later(shared):
+    world, gen = shared
+    ack(world, 1, gen, "idle", idle=True)
+    world.wait_until(REVOKE_PATIENCE_S)
+    assert world.generation(gen).refused
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(1, "a", "room"), (2, "a", "room")]
+
+
+def test_who_need_not_be_asked_any_more_is_left_alone(shared):
+    """A hit on it waits no longer, either."""
+    world, gen = shared
+    world.attach(4)
+    waits = world.load(4, "a")
+    assert world.answer(4, waits) is None
+    ack(world, 1, gen, "idle", idle=True)
+    world.say(3, Limit(world.rid(3), "ram", 2000))
+    assert world.answer(4, waits) is not None
+    world.say(3, Limit(world.rid(3), "ram", 1400))
+    world.have(3, "small", 50)
+    wants(world, 3, "next", 100)
+    assert revokes(world)[2:] == [(3, "small", "room")]
+    assert {lease.asked for lease in world.generation(gen).leases.values()} == {""}
+
+
+def test_a_limit_is_lowered_at_once_whenever_they_said_it():
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "a", 900)
+    world.load(2, "a")
+    world.say(2, Limit(world.rid(2), "ram", 100))
+    ack(world, 1, gen, "idle", idle=True)
+    world.now_s = 100.0
+    ack(world, 2, gen, "idle", idle=True)
+    assert revokes(world)[2:] == [(1, "a", "room"), (2, "a", "room")]
 
 
 def test_a_new_lease_starts_unasked_and_is_asked_again():
@@ -154,7 +247,7 @@ def test_a_new_lease_starts_unasked_and_is_asked_again():
     gen, _ = world.have(1, "a", 900)
     wants(world, 2, "new", 400)
     world.load(1, "a")
-    assert revokes(world) == [(1, "a", False)] * 2
+    assert revokes(world) == [(1, "a", "room")] * 2
     ack(world, 1, gen)
 
 
@@ -162,11 +255,11 @@ def test_a_late_ack_of_another_lease_or_another_revoke_changes_nothing():
     world = World()
     world.attach(1, 2)
     gen, lease = world.have(1, "a", 900)
-    world.say(1, Ack(gen, lease, False))  # of nothing
+    world.say(1, Ack(gen, lease, "room"))  # of nothing
     wants(world, 2, "new", 400)
-    world.say(1, Ack(gen, lease + 7, False))
-    world.say(1, Ack(gen, lease, True))
-    world.say(2, Ack(gen, lease, False))
+    world.say(1, Ack(gen, lease + 7, "room"))
+    world.say(1, Ack(gen, lease, "stale"))
+    world.say(2, Ack(gen, lease, "room"))
     assert [lease.answer for lease in world.generation(gen).leases.values()] == [""]
 
 
@@ -207,7 +300,7 @@ def test_a_load_of_what_is_prefetched_makes_it_a_load():
     world.have(1, "held", 700)
     wants(world, 2, "fetched", 500, prefetch=True)
     world.say(1, Acquire(world.rid(1), "fetched", "/fetched", "", 300.0), "file:fetched")
-    assert revokes(world) == [(1, "held", False)]
+    assert revokes(world) == [(1, "held", "room")]
 
 
 def test_a_hit_on_what_is_to_go_waits_and_has_it_if_it_stays():
@@ -328,7 +421,7 @@ def test_a_lowered_limit_evicts_what_is_idle_asks_for_the_rest_and_admits_nothin
     rid = world.rid(2)
     world.say(2, Limit(rid, "ram", 400))
     assert answers_done(world, 2, rid)
-    assert world.state(idle) is State.FREEING and revokes(world) == [(1, "held", False)]
+    assert world.state(idle) is State.FREEING and revokes(world) == [(1, "held", "room")]
     waiting = wants(world, 2, "new", 100)
     world.freed(idle)
     assert world.answer(2, waiting) is None and world.ram().in_use_bytes == 500
@@ -356,8 +449,8 @@ def test_invalidate_is_answered_when_every_holder_has_heard():
     rid = world.rid(3)
     world.say(3, Invalidate(rid, "a", 10.0))
     assert world.state(gen) is State.RETIRED
-    assert revokes(world) == [(1, "a", True), (2, "a", True)]
-    ack(world, 1, gen, stale=True)
+    assert revokes(world) == [(1, "a", "stale"), (2, "a", "stale")]
+    ack(world, 1, gen, "stale")
     assert answers_done(world, 3, rid) == []
     world.end(2)
     assert answers_done(world, 3, rid) == [Done(rid, ("a",))]
@@ -394,7 +487,7 @@ def test_a_doomed_fill_tells_those_it_serves_that_it_is_retired():
     world.load(2, "a", file="f2")
     world.fill(gen)
     assert isinstance(world.answer(1, old), Grant)
-    assert revokes(world) == [(1, "a", True)]
+    assert revokes(world) == [(1, "a", "stale")]
 
 
 def test_drain_asks_for_everything():
@@ -404,7 +497,7 @@ def test_drain_asks_for_everything():
     rid, private = charge(world, 1, 100)
     drained = world.rid(2)
     world.say(2, Drain(drained, 60.0))
-    assert sorted(revokes(world)) == [(1, "a", True), (1, "private", True)]
+    assert sorted(revokes(world)) == [(1, "a", "stale"), (1, "private", "stale")]
     world.release(1, gen, lease)
     world.freed(gen)
     world.release(1, private, rid)

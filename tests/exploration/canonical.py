@@ -156,7 +156,7 @@ def _worker(worker: Worker, gens: dict[str, int], ranks: dict[int, int]) -> tupl
             for r in worker.requests.values()
         ),
         tuple(
-            (gens[m.gen], ranks[m.lease], m.asked, worker.table.get(m.gen) is m)
+            (gens[m.gen], ranks[m.lease], m.asked, m.watched, worker.table.get(m.gen) is m)
             for m in worker.mappings
         ),
         tuple(
@@ -178,6 +178,7 @@ def _worker(worker: Worker, gens: dict[str, int], ranks: dict[int, int]) -> tupl
                 r.origin.name,
                 numbers.get(id(r.module)),
                 r.going,
+                r.watched,
             )
             for r in known.values()
         ),

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.ledger import apply, deadlines, new_ledger
+from coordinator.ledger import apply, deadlines, eviction, new_ledger
 from coordinator.ledger.events import (
     Attached,
     Back,
@@ -353,7 +353,7 @@ class System:
 
     def _do_overdue(self) -> None:
         for lease in deadlines._unanswered(self.ledger):
-            lease.asked_s = self.now_s - 2 * deadlines.REVOKE_PATIENCE_S
+            lease.asked_s = self.now_s - 2 * eviction.REVOKE_PATIENCE_S
         self._feed(TimePassed())
 
     def _do_replay(self, session: int, index: int) -> None:
@@ -442,12 +442,12 @@ class System:
                 self._answered(session, self._expected(session, rid), message)
             case Done(rid):
                 self._answered(session, self._expected(session, rid), message)
-            case Revoke(gen, lease, stale):
+            case Revoke(gen, lease, asked):
                 mapping = worker.table.get(gen)
                 if mapping is not None and mapping.lease == lease:
-                    mapping.asked = "stale" if stale else "room"
-                    worker.keeper.append(("revoke", mapping, lease, mapping.asked))
-                self._revoke_charge(session, gen, lease, stale)
+                    mapping.asked = asked
+                    worker.keeper.append(("revoke", mapping, lease, asked))
+                self._revoke_charge(session, gen, lease, asked)
 
     def _expected(self, session: int, rid: int) -> Request:
         request = self.workers[session].requests.get(rid)
@@ -514,33 +514,102 @@ class System:
                     del worker.table[mapping.gen]
                 self._send(worker, Release(mapping.gen, mapping.lease))
             case ("revoke", mapping, lease, asked):
-                worker.records.revoke(mapping.gen, asked)
-                # Behind what that lets go of.
-                self._collect(session, worker)
-                worker.keeper.append(("settled", mapping, lease, asked))
+                self._revoked(session, worker, mapping, lease, asked)
+            case ("look" | "rested" as why, mapping):
+                if self._alive(worker, mapping) and mapping.asked in ("idle", "room"):
+                    self._serve(session, worker, mapping, rested=why == "rested")
             case ("settled", mapping, lease, asked):
                 if mapping.lease == lease and self._alive(worker, mapping):
-                    self._send(worker, Ack(mapping.gen, lease, asked == "stale"))
+                    self._send(worker, Ack(mapping.gen, lease, asked))
 
-    def _revoke_charge(self, session: int, gen: GenerationId, lease: int, stale: bool) -> None:
+    def _revoked(
+        self, session: int, worker: Worker, mapping: Mapping, lease: int, asked: str
+    ) -> None:
+        if not self._alive(worker, mapping) or (mapping.lease, mapping.asked) != (lease, asked):
+            return
+        if asked == "stale":
+            worker.records.retire(mapping.gen)
+            # Behind what that lets go of.
+            self._collect(session, worker)
+            worker.keeper.append(("settled", mapping, lease, asked))
+        elif not self._serve(session, worker, mapping, rested=False):
+            self._send(worker, Ack(mapping.gen, lease, asked))
+
+    def _serve(self, session: int, worker: Worker, mapping: Mapping, *, rested: bool) -> bool:
+        """Let go, or say that nothing uses it, as was asked; say whether that was possible.
+
+        `rested` says that its record was idle a moment ago.
+        """
+        seen = worker.records.look(mapping.gen)
+        mapping.watched = self._others_use(worker, mapping)
+        if mapping.watched:
+            return False
+        if mapping.asked == "idle" and (rested or seen is None or not seen[1]):
+            self._send(worker, Ack(mapping.gen, mapping.lease, "idle", idle=True))
+            mapping.asked = ""
+            return True
+        if mapping.asked == "idle":
+            return False
+        if worker.records.make_room(mapping.gen):
+            self._evicts(session, mapping.gen)
+        self._collect(session, worker)
+        worker.keeper.append(("settled", mapping, mapping.lease, "room"))
+        return True
+
+    def _others_use(self, worker: Worker, mapping: Mapping) -> bool:
+        """Say whether anything but the current record uses a map."""
+        current = worker.records._current.values()
+        return self._is_handed_out(worker, mapping) or any(
+            record.module is mapping and all(record is not other for other in current)
+            for record in worker.records.used()
+        )
+
+    def _is_handed_out(self, worker: Worker, mapping: Mapping) -> bool:
+        """Say whether a thread has it: as tensors of its own, or for a record it is to make."""
+        return any(
+            thread.mapping is mapping or any(kept is mapping for kept in thread.kept.values())
+            for thread in worker.threads
+        )
+
+    def _evicts(self, session: int, gen: GenerationId) -> None:
+        """No eviction frees nothing: nobody makes room with what another holds for ever.
+
+        That is said of holders who were never idle: a use may begin right after its process said
+        that there was none.
+        """
+        for other in self.world.keeps - {session}:
+            worker = self.workers[other]
+            if worker.alive and any(record.generation == gen for record in worker.records.used()):
+                raise Violation(f"{session} lets go of {gen}, and {other} never will")
+
+    def _told(self, session: int, worker: Worker, ended: list[Record[Mapping]]) -> None:
+        """What was watched is looked at again by the keeper."""
+        for record in ended:
+            if record.going == "room":
+                self._evicts(session, record.generation)
+            worker.keeper.append(("rested", record.module))
+
+    def _revoke_charge(self, session: int, gen: GenerationId, lease: int, asked: str) -> None:
         """A charge is held by its thread until that is done with it."""
         worker = self.workers[session]
         if any((gen, lease) in thread.charges for thread in worker.threads):
-            self._send(worker, Ack(gen, lease, stale))
+            self._send(worker, Ack(gen, lease, asked))
 
     def _collect(self, session: int, worker: Worker) -> None:
         """What nothing refers to any more goes to the keeper, as finalizers have it."""
         queued = [item[1] for item in worker.keeper if item[0] == "unmap"]
         for mapping in worker.mappings:
+            if mapping.watched and not self._others_use(worker, mapping):
+                mapping.watched = False
+                worker.keeper.append(("look", mapping))
             if mapping not in queued and not self._alive(worker, mapping):
                 worker.keeper.append(("unmap", mapping))
 
     def _alive(self, worker: Worker, mapping: Mapping) -> bool:
         records = worker.records
         held = [*records._current.values(), *records.used()]
-        return any(record.module is mapping for record in held) or any(
-            thread.mapping is mapping or any(kept is mapping for kept in thread.kept.values())
-            for thread in worker.threads
+        return any(record.module is mapping for record in held) or self._is_handed_out(
+            worker, mapping
         )
 
     # --- a worker's threads -----------------------------------------------------------------------
@@ -589,7 +658,9 @@ class System:
                 self._land(worker, op, index)
                 self._claimed(session, index, op)
             case "claimed":
-                worker.records.end_claim(ClaimId(thread.claims.pop(op.key)))
+                self._told(
+                    session, worker, worker.records.end_claim(ClaimId(thread.claims.pop(op.key)))
+                )
                 self._next(session, index)
             case phase:
                 raise AssertionError(phase)
@@ -634,7 +705,7 @@ class System:
             case "end":
                 claim = thread.claims.pop(op.key, None)
                 if claim is not None:
-                    worker.records.end_claim(ClaimId(claim))
+                    self._told(session, worker, worker.records.end_claim(ClaimId(claim)))
                 self._next(session, index)
             case "drop":
                 thread.kept.pop(op.key, None)

@@ -130,11 +130,8 @@ def _tells_nobody_of_retirement(self: Turn, session: Any, generation: Any, asked
         _revoke(self, session, generation, asked)
 
 
-_records_revoke = Records.revoke
-
-
-def _keeps_handing_out(self: Any, generation: Any, asked: Any) -> Any:
-    return [] if asked == "stale" else _records_revoke(self, generation, asked)
+def _keeps_handing_out(self: Any, generation: Any) -> Any:
+    return []
 
 
 def _admits_as_if_nothing_was_asked(self: Any, record: Any, claim: Any, asked: Any = "") -> Any:
@@ -173,6 +170,19 @@ _victims = eviction.victims
 
 def _no(*_: Any) -> bool:
     return False
+
+
+_collect = System._collect
+
+
+def _unmaps_only(self: System, session: int, worker: Any) -> None:
+    for mapping in worker.mappings:
+        mapping.watched = False
+    _collect(self, session, worker)
+
+
+def _nobody(*_: Any) -> list[Any]:
+    return []
 
 
 def _overtakes_in_its_own_pool(turn: Any, pool: Any) -> bool:
@@ -294,7 +304,7 @@ MUTANTS = [
         "a worker goes on handing out what is retired",
         "invalidate",
         Records,
-        "revoke",
+        "retire",
         _keeps_handing_out,
     ),
     Mutant(
@@ -328,6 +338,30 @@ MUTANTS = [
         admission,
         "victims",
         _waits_for_the_slow,
+    ),
+    Mutant(
+        11,
+        "each of several holders lets go for himself",
+        "one of two holders never lets go",
+        admission,
+        "doubtful",
+        _nobody,
+    ),
+    Mutant(
+        11,
+        "a holder that was at work does not say when it is idle",
+        "two holders, and a head",
+        System,
+        "_told",
+        _nobody,
+    ),
+    Mutant(
+        11,
+        "a holder of tensors does not say when they are gone",
+        "two holders, and a head",
+        System,
+        "_collect",
+        _unmaps_only,
     ),
     Mutant(
         12,

@@ -73,6 +73,7 @@ class World:
         faults: how often each may happen.
         stuck: threads that may wait for ever, by their users' fault. All others must get on if
             nobody stops for ever.
+        keeps: processes that hold from the start what they never let go of.
     """
 
     name: str
@@ -82,6 +83,7 @@ class World:
     slow: frozenset[str] = frozenset()
     faults: dict[str, int] = field(default_factory=dict)
     stuck: frozenset[tuple[int, int]] = frozenset()
+    keeps: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,8 @@ class Mapping:
     key: str
     lease: int
     asked: str = ""
+    watched: bool = False
+    """Tensors that a thread has for itself: their end is told."""
 
 
 @dataclass(slots=True, eq=False)

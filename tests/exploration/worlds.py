@@ -129,6 +129,22 @@ SMALL = [
         {"a": 40, "b": 40, "c": 60},
     ),
     World(
+        "two holders, and a head",
+        (
+            (once(op("state", "a"), op("drop", "a")),),
+            (loop(use("a")),),
+            (once(use("b")),),
+        ),
+        B,
+    ),
+    World(
+        "one of two holders never lets go",
+        ((once(op("hold", "a")),), (loop(use("a")),), (once(use("b")),)),
+        B,
+        stuck=frozenset({(1, 0), (2, 0)}),
+        keeps=frozenset({0}),
+    ),
+    World(
         "a head waits for its own asker, and a hit does not",
         ((once(op("hold", "a"), use("b"), op("end", "a")),), (once(use("a")),)),
         B,

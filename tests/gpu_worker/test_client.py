@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from ctypes import addressof
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ class TestGrants:
         coordinator.grant(rid)
         second, later = asked()
         coordinator.grant(later)
-        assert first.result(WAIT_S).buffer is second.result(WAIT_S).buffer
+        assert addressof(first.result(WAIT_S).buffer) == addressof(second.result(WAIT_S).buffer)
         assert len(maps_of(coordinator.gen)) == 1
         del first, second
         assert coordinator.receive() == Release(coordinator.gen, LeaseId(later))
@@ -168,7 +169,7 @@ class TestOrder:
         path = tmp_path / "w.safetensors"
         path.write_bytes(b"late")
         for lease in range(1, 3001):
-            client._release(coordinator.gen, LeaseId(lease))
+            client.leases.release(coordinator.gen, LeaseId(lease))
         started_s = time.monotonic()
         with pytest.raises(LoadTimeout):
             client.acquire(Ask(KEY, str(path), None), 0.0, None)
@@ -186,9 +187,9 @@ class TestOrder:
         """Not even when the socket has room again."""
         with client._lock:  # keeps the reader from sending
             for lease in range(1, 3001):
-                client._release(coordinator.gen, LeaseId(lease))
+                client.leases.release(coordinator.gen, LeaseId(lease))
             read = [coordinator.receive() for _ in range(100)]
-            client._release(coordinator.gen, LeaseId(3001))
+            client.leases.release(coordinator.gen, LeaseId(3001))
         read += [coordinator.receive() for _ in range(2901)]
         assert read == [Release(coordinator.gen, LeaseId(lease)) for lease in range(1, 3002)]
 

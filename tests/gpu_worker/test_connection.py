@@ -66,7 +66,7 @@ class TestEnd:
         path = tmp_path / "w.safetensors"
         path.write_bytes(b"unsent")
         for lease in range(1, 3001):
-            client._release(coordinator.gen, LeaseId(lease))
+            client.leases.release(coordinator.gen, LeaseId(lease))
         with pytest.raises(LoadTimeout):
             client.acquire(Ask(KEY, str(path), None), 0.0, None)
         assert len(fds_of(str(path))) == 1
@@ -174,7 +174,7 @@ class TestEnd:
             os.close(fd)
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(client._mappings, "granted", granted)
+        monkeypatch.setattr(client.leases._mappings, "granted", granted)
         asking, rid = asked()
         coordinator.grant(rid)
         with pytest.raises(ConnectionLost, match="a bug"):
@@ -348,15 +348,15 @@ class TestKeeper:
         asking, rid = asked()
         coordinator.grant(rid)
         asking.result(WAIT_S)
-        unmap = client._mappings.unmap
+        unmap = client.leases._mappings.unmap
 
         def refuse(ended):
             raise OSError("munmap")
 
-        monkeypatch.setattr(client._mappings, "unmap", refuse)
+        monkeypatch.setattr(client.leases._mappings, "unmap", refuse)
         del asking
         coordinator.in_step(client)
-        monkeypatch.setattr(client._mappings, "unmap", unmap)
+        monkeypatch.setattr(client.leases._mappings, "unmap", unmap)
         again, later = asked()
         coordinator.grant(later)
         again.result(WAIT_S)

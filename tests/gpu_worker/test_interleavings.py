@@ -84,7 +84,7 @@ class AnsweringCoordinator(SpokenCoordinator):
                 self.leases[self.gen] = rid
                 self.grant(rid)
                 if self.revoke_at_once is not None:
-                    self.send(Revoke(self.gen, rid, self.revoke_at_once == "stale"))
+                    self.send(Revoke(self.gen, rid, self.revoke_at_once))
             case Flush(rid):
                 with contextlib.suppress(ConnectionLost):  # it asked, and left
                     self.send(Flushed(rid))
@@ -103,7 +103,7 @@ class AnsweringCoordinator(SpokenCoordinator):
         gen = self.gen
         if asked == "stale":
             self.gen = GenerationId(f"{os.getpid()}-{next(self.numbers)}")
-        self.send(Revoke(gen, lease, asked == "stale"))
+        self.send(Revoke(gen, lease, asked))
         answer = self.answers.get(timeout=WAIT_S)
         assert (answer.gen, answer.lease) == (gen, lease)
         return True

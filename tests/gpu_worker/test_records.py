@@ -270,6 +270,8 @@ class RecordsAgainstModel(RuleBasedStateMachine):
         module = self.current.get(key)
         if module is not None and self.generations[module] < newer:
             del self.current[key]
+        if module is not None and self.generations[module] == newer:
+            self.leaving.discard(module)
         self.let_go(self.records.outdate(key, GenerationId(newer)))
 
     @rule(key=st.sampled_from([KEY, OTHER]), asked=st.sampled_from(["room", "stale"]))
@@ -281,7 +283,8 @@ class RecordsAgainstModel(RuleBasedStateMachine):
             del self.current[key]
         else:
             self.leaving.add(module)
-        self.let_go(self.records.revoke(GenerationId(self.generations[module]), asked))
+        do = self.records.retire if asked == "stale" else self.records.make_room
+        self.let_go(do(GenerationId(self.generations[module])))
 
     @rule()
     def expire(self):

@@ -124,7 +124,7 @@ class TestClosing:
 
     def test_frames_that_wait_for_the_socket_are_sent_before(self, coordinator, client):
         for lease in range(1, 2001):
-            client._release(coordinator.gen, LeaseId(lease))
+            client.leases.release(coordinator.gen, LeaseId(lease))
         coordinator.leave(client)
         for lease in range(1, 2001):
             assert coordinator.receive() == Release(coordinator.gen, LeaseId(lease))

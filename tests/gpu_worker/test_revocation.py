@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import gpu_worker
 from shm_store.errors import ArgumentRefused, BudgetExceeded, WorkerClosed
-from shm_store.wire import Acquire, Done, Fail, Grant, Invalidate, Release
+from shm_store.wire import Ack, Acquire, Done, Fail, Grant, Invalidate, Release, Revoke
 from tests.gpu_worker.served import WAIT_S, wait_until
 from tests.processes import Peer, running
 
@@ -145,6 +145,97 @@ class TestRoom:
         assert [lease.asked for lease in holder.leases] == ["room"]
         del state
         assert isinstance(other.load("theirs", file), Grant)
+
+    def test_an_idle_module_goes_when_the_last_tensor_does(self, worker, other, file, told):
+        with worker.use("mine", skeleton=wide, source=file):
+            pass
+        state = worker.state_dict("mine", source=file)
+        asks(other, "theirs", file)
+        wait_until(lambda: worker._client.leases._mappings._mappings[_only(worker)].watched)
+        worker.flush()
+        assert told == []
+        del state
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
+
+    def test_two_workers_of_a_process_let_go_together(self, coordinator, worker, other, file, told):
+        second = gpu_worker.attach(
+            coordinator.socket, on_evict=lambda key, generation, cause: told.append((key, cause))
+        )
+        first = worker.load("mine", skeleton=wide, source=file)
+        held = second.load("mine", skeleton=wide, source=file)
+        asks(other, "theirs", file)
+        wait_until(lambda: worker._records._current["mine"].watched)
+        first.close()
+        worker.flush()
+        assert told == [], "the other worker still uses the bytes"
+        held.close()
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")] * 2
+        second.shutdown()
+
+    def test_an_idle_module_stays_while_its_process_keeps_the_bytes(
+        self, coordinator, worker, other, file, told
+    ):
+        """Evicting it would free nothing. It goes once the last other use has ended."""
+        state = worker.state_dict("mine", source=file)
+        with worker.use("mine", skeleton=wide, source=file):
+            pass
+        second = gpu_worker.attach(
+            coordinator.socket, on_evict=lambda key, generation, cause: told.append((key, cause))
+        )
+        held = second.load("mine", skeleton=wide, source=file)
+        assert isinstance(other.load("theirs", file, timeout_s=0.2), Fail)
+        asks(other, "theirs", file)
+        del state
+        worker.flush()
+        assert told == []
+        assert worker.load("mine", skeleton=wide, source=file).generation == held.generation
+        held.close()
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")] * 2
+        second.shutdown()
+
+    def test_of_several_processes_none_lets_go_while_one_is_at_work(
+        self, coordinator, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=wide, source=file):
+            pass
+        busy = Peer(coordinator.socket, "busy")
+        gen, lease = _lease(busy.load("mine", file))
+        asks(other, "theirs", file)
+        asked = busy.expect(Revoke)
+        assert (asked.gen, asked.lease, asked.asked) == (gen, lease, "idle")
+        busy.send(Ack(gen, lease, "idle"))
+        watcher = Peer(coordinator.socket, "watcher", role="operator")
+        wait_until(lambda: [ls.asked for ls in watcher.generation("mine").leases] == ["idle"] * 2)
+        worker.flush()
+        with worker.use("mine", skeleton=wide, source=file) as module:
+            assert float(module.weight.detach().sum()) == WIDTH * WIDTH
+        del module
+        assert told == []
+        busy.send(Ack(gen, lease, "idle", idle=True))
+        assert busy.expect(Revoke).asked == "room"
+        wait_until(lambda: told == [("mine", "room")])
+        busy.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
+
+    def test_a_busy_module_says_once_when_it_is_idle(self, coordinator, worker, other, file, told):
+        handle = worker.load("mine", skeleton=wide, source=file)
+        busy = Peer(coordinator.socket, "busy")
+        gen, lease = _lease(busy.load("mine", file))
+        asks(other, "theirs", file)
+        busy.expect(Revoke)
+        wait_until(lambda: worker._records._current["mine"].watched)
+        handle.close()
+        wait_until(lambda: not worker._records._current["mine"].watched)
+        with worker.use("mine", skeleton=wide, source=file):
+            assert not worker._records._current["mine"].watched
+        busy.send(Ack(gen, lease, "idle", idle=True))
+        assert busy.expect(Revoke).asked == "room"
+        busy.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
 
     def test_a_worker_that_asks_again_lets_the_other_go_first(self, worker, other, file, told):
         """It would else take its lease anew for ever, and the other would never get its room."""
@@ -419,6 +510,12 @@ class TestCallbacks:
             gpu_worker.attach(coordinator.socket, on_evict=5)
         with pytest.raises(ArgumentRefused, match="idle_timeout"):
             gpu_worker.attach(coordinator.socket, idle_timeout=-1)
+
+
+def _only(worker) -> str:
+    """The one generation that a worker keeps a record of."""
+    (record,) = worker._records._current.values()
+    return record.generation
 
 
 def _lease(grant) -> tuple[str, int]:

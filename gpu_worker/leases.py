@@ -1,0 +1,263 @@
+"""What this process leases, what the coordinator asks of it, and how it ends.
+
+Maps of segments, and charges for private memory. A REVOKE is noted by the reader at once; what it
+asks is done by the keeper, which runs destructors.
+
+Rules
+- A generation is let go of by the whole process or not at all: while anything in it uses the bytes,
+  evicting an idle module would free nothing. What is in use is watched, and looked at again when
+  one of its uses ends.
+- RELEASE comes after the unmapping, with the id that the lease has then.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from gpu_worker.keeper import Keeper
+from gpu_worker.records import Asked
+from gpu_worker.request import Charge
+from shm_store import wire
+from shm_store.errors import WeightCacheError
+from shm_store.keys import GenerationId, Key, LeaseId
+from shm_store.wire import Ack, Release, Revoke
+
+if TYPE_CHECKING:
+    from gpu_worker.connection import Connection
+    from gpu_worker.mapping import Buffer, Mapping, MappingTable
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker's record of a generation. If it is in use, `Leases.idle` hears when it is not.
+
+    Attributes:
+        record: which it is.
+        weights: the bytes it keeps; None if they are private.
+    """
+
+    record: int
+    weights: object
+    used: bool
+
+
+class Holder(Protocol):
+    """Whoever keeps records of generations. The keeper calls all of it."""
+
+    def _look(self, gen: GenerationId) -> Seen | None:
+        """Say what it hands out of a generation."""
+
+    def _make_room(self, gen: GenerationId) -> None:
+        """Let go of a generation as soon as it is idle. Runs destructors."""
+
+    def _retire(self, gen: GenerationId) -> None:
+        """Hand a generation out no more. Runs destructors."""
+
+
+class Leases:
+    """Every lease of one session. The connection's lock guards the charges."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        workers: weakref.WeakSet[Holder],
+        unused: Callable[[], object],
+    ) -> None:
+        """Start without any, and without torch.
+
+        Args:
+            workers: those who share the session.
+            unused: called whenever a lease has ended.
+        """
+        self.keeper = Keeper(self._end)
+        self._connection = connection
+        self._lock = connection.lock
+        self._workers = workers
+        self._unused = unused
+        self._mappings: MappingTable | None = None
+        self._charges: dict[GenerationId, Charge] = {}
+
+    def start(self) -> None:
+        """Begin to take grants. Imports torch."""
+        from gpu_worker.mapping import MappingTable
+
+        self._mappings = MappingTable(self.keeper.queue)
+        self.keeper.start()
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is leased, or still to be given back."""
+        return bool(self._charges) or (self._mappings is not None and len(self._mappings) > 0)
+
+    # --- for workers ----------------------------------------------------------------------------
+
+    def asked(self, gen: GenerationId) -> Asked:
+        """Return what the coordinator has asked of the lease on a generation."""
+        charge = self._charges.get(gen)
+        if charge is not None:
+            return charge.asked
+        return "" if self._mappings is None else self._mappings.asked(gen)
+
+    def idle(self, gen: GenerationId, record: int) -> None:
+        """Hear that the last use of a record, which is watched, has ended. Only enqueues."""
+        self.keeper.put(functools.partial(self._look_again, gen, record))
+
+    def leaving(self, key: Key) -> bool:
+        """Say whether weights of `key` are on their way out to make room."""
+        return self._mappings is not None and self._mappings.leaving(key)
+
+    def discharge(self, charge: Charge) -> None:
+        """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
+        self.keeper.queue.put(functools.partial(self._discharge, charge))
+
+    def collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
+        """Have garbage collected if evicted weights are still mapped: a cycle may keep them.
+
+        An idle process collects nothing by itself, and others wait for the room.
+        """
+        self.keeper.call_settled(functools.partial(self._collect_if_kept, tuple(gens)))
+
+    def release(self, gen: GenerationId, lease: LeaseId) -> None:
+        """Give back a lease on what is not mapped."""
+        with self._lock:
+            self._connection.post(Release(gen, lease))
+
+    # --- the reader's ---------------------------------------------------------------------------
+
+    def take_grant(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
+        """Map what was granted, or give it back. Consumes `fd`, also when it raises.
+
+        Returns:
+            The bytes. None if nobody here wants them.
+
+        Raises:
+            SegmentRefused, ResourceError: it cannot be mapped, and is given back.
+        """
+        assert self._mappings is not None
+        refused: WeightCacheError | None = None
+        buffer: Buffer | None = None
+        try:
+            buffer = self._mappings.granted(gen, lease, fd, wanted)
+        except WeightCacheError as error:
+            refused = error
+        if buffer is None and not self._mappings.pending(gen, lease):
+            self.release(gen, lease)
+        if refused is not None:
+            raise refused
+        return buffer
+
+    def take_charge(self, charge: Charge, gen: GenerationId, lease: LeaseId) -> None:
+        """Count a charge as this process's, or give it back. The caller has the lock."""
+        charge.gen, charge.lease = gen, lease
+        if charge.over:
+            self._connection.post(Release(gen, lease))
+        else:
+            self._charges[gen] = charge
+
+    def take_revoke(self, message: Revoke) -> None:
+        """Note it at once, so that no record is made without; the keeper does the rest."""
+        assert self._mappings is not None
+        gen, lease, asked = message.gen, message.lease, message.asked
+        charge = self._charges.get(gen)
+        if charge is not None and charge.lease == lease:
+            charge.asked = asked
+        elif not self._mappings.revoked(gen, lease, asked):
+            return
+        self.keeper.put(functools.partial(self._revoked, gen, lease, asked))
+
+    # --- the keeper's ---------------------------------------------------------------------------
+
+    def _end(self, ended: Mapping) -> None:
+        """Unmap what no tensor uses any more, then give its lease back."""
+        assert self._mappings is not None
+        self._mappings.unmap(ended)
+        with self._lock:
+            self._connection.post(Release(ended.gen, self._mappings.forget(ended)))
+        self._unused()
+
+    def _discharge(self, charge: Charge) -> None:
+        with self._lock:
+            charge.over = True
+            if self._charges.pop(charge.gen, None) is not None:
+                self._connection.post(Release(charge.gen, charge.lease))
+        self._unused()
+
+    def _revoked(self, gen: GenerationId, lease: LeaseId, asked: wire.Asked) -> None:
+        """Do what was asked of a lease, and say so if it goes on all the same."""
+        held = self._held(gen)
+        if held is None or (held.lease, held.asked) != (lease, asked):
+            return  # it has ended, or something newer came
+        if asked == "stale":
+            for worker in list(self._workers):
+                self._attempt(worker._retire, gen)
+            self.keeper.call_settled(functools.partial(self._acknowledge, gen, lease, asked))
+        elif not self._serve(gen, held, rested=None):
+            self._acknowledge(gen, lease, asked)
+
+    def _look_again(self, gen: GenerationId, rested: int | None = None) -> None:
+        """A use has ended: what was asked meanwhile may be possible now."""
+        held = self._held(gen)
+        if held is not None and held.asked in ("idle", "room"):
+            self._serve(gen, held, rested)
+
+    def _serve(self, gen: GenerationId, held: Mapping | Charge, rested: int | None) -> bool:
+        """Let go, or say that nothing uses the bytes, as was asked; say whether that was possible.
+
+        Args:
+            rested: a record that was idle a moment ago. It may be in use again, and could be each
+                time that somebody looks.
+        """
+        seen = {worker: found for worker in list(self._workers) if (found := worker._look(gen))}
+        used = [worker for worker, found in seen.items() if found.used]
+        if self._others_use(gen, held, [found.weights for found in seen.values()]):
+            return False
+        if held.asked == "idle" and all(seen[worker].record == rested for worker in used):
+            self._acknowledge(gen, held.lease, "idle", idle=True)
+            held.asked = ""  # answered: the next use is told to nobody
+            return True
+        if held.asked == "room" and len(used) <= 1:
+            # Who is at work lets go with the last use, and hears of it; then the others do.
+            held.letting_go = not used
+            for worker in used or seen:
+                self._attempt(worker._make_room, gen)
+            self.keeper.call_settled(functools.partial(self._acknowledge, gen, held.lease, "room"))
+            return True
+        return False
+
+    def _held(self, gen: GenerationId) -> Mapping | Charge | None:
+        """Return what this process has of a generation, if something still keeps it."""
+        assert self._mappings is not None
+        return self._charges.get(gen) or self._mappings.alive(gen)
+
+    def _others_use(
+        self, gen: GenerationId, held: Mapping | Charge, known: Sequence[object]
+    ) -> bool:
+        """Say whether anything but these records uses the bytes. The end of that is told."""
+        if isinstance(held, Charge):
+            return not known
+        assert self._mappings is not None
+        told = functools.partial(self._look_again, gen)
+        return self._mappings.others_use(held, known, told)
+
+    def _attempt(self, do: Callable[[GenerationId], object], gen: GenerationId) -> None:
+        """Have a worker do it, whatever its callbacks raise."""
+        self.keeper.attempt(functools.partial(do, gen))
+
+    def _acknowledge(
+        self, gen: GenerationId, lease: LeaseId, asked: wire.Asked, *, idle: bool = False
+    ) -> None:
+        """Say that a lease goes on; if it does not, its RELEASE has been sent."""
+        held = self._held(gen)
+        with self._lock:
+            if held is not None and held.lease == lease:
+                held.letting_go = False
+                self._connection.post(Ack(gen, lease, asked, idle))
+
+    def _collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
+        if any(self._held(gen) is not None for gen in gens):
+            gc.collect()
