@@ -246,38 +246,34 @@ class FillFailed(ResourceError):
     default_remedy = "load again; if it comes back, see the coordinator's log"
 
 
-class DrainIncomplete(ResourceError):
-    """Something is still held at the drain's deadline. `holders` says what and by whom."""
+class Incomplete(ResourceError):
+    """Not done for everyone at its deadline. `holders` says what is left, and by whom."""
+
+    code = "incomplete"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        holders: tuple[GenerationReport, ...] = (),
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.holders = holders
+
+
+class DrainIncomplete(Incomplete):
+    """Something is still held at the drain's deadline."""
 
     code = "drain_incomplete"
     default_remedy = "end the processes it names, then drain again"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        holders: tuple[GenerationReport, ...] = (),
-        remedy: str | None = None,
-    ) -> None:
-        super().__init__(message, remedy=remedy)
-        self.holders = holders
 
-
-class InvalidateIncomplete(ResourceError):
-    """A key is retired, but some process has not said that it knows. `holders` says which."""
+class InvalidateIncomplete(Incomplete):
+    """A key is retired, but some process has not said that it knows."""
 
     code = "invalidate_incomplete"
     default_remedy = "see `weight-cache status`; a process that is stopped answers when it goes on"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        holders: tuple[GenerationReport, ...] = (),
-        remedy: str | None = None,
-    ) -> None:
-        super().__init__(message, remedy=remedy)
-        self.holders = holders
 
 
 class FdsExhausted(ResourceError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,16 +17,20 @@ from typing import ClassVar
 from coordinator.audit import AuditReport, audit
 from coordinator.operator import Operator
 from shm_store import channel, layout, manifest, segment, source
+from shm_store.errors import ConnectionLost, CoordinatorLost, WorkerClosed
 from shm_store.report import GenerationReport, StatusReport
 from shm_store.wire import (
     VERSION,
     Acquire,
+    Cancel,
+    Charge,
     Commit,
     Fail,
     Filling,
     Flush,
     Flushed,
     Grant,
+    Release,
     Report,
     Reserve,
     Resume,
@@ -43,10 +48,17 @@ WAIT_S = 20.0
 
 
 class Coordinator:
-    """A coordinator process, ready when made."""
+    """A coordinator process, ready when made.
+
+    Those made by `running` are in `audited` meanwhile.
+    """
+
+    audited: ClassVar[list[Coordinator]] = []
 
     def __init__(self, path: str, *arguments: str, **popen) -> None:
         self.socket = path
+        self.unquiet = ""
+        """Why `audit_quiet` looks at nothing, if it does not."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "coordinator", "serve", "--socket", path, *arguments],
             stdout=subprocess.PIPE,
@@ -64,6 +76,7 @@ class Coordinator:
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """End it; return its exit code and what it wrote to stderr."""
+        self.unquiet = "it was stopped"
         if self.process.poll() is None:
             self.process.send_signal(number)
         _, stderr = self.process.communicate(timeout=WAIT_S)
@@ -79,6 +92,19 @@ class Coordinator:
         assert found.agree, found.differences
         return found
 
+    def audit_quiet(self) -> None:
+        """Have everybody here give back what is over, then hold the books against the kernel.
+
+        A test that has broken or ended this coordinator says so in `unquiet`.
+        """
+        if self.unquiet:
+            return
+        Peer.settle(self.socket)
+        _flush_workers(self.socket)
+        with Operator.connect(self.socket, "test") as operator:
+            operator.flush()
+        self.audit()
+
     def segment_blocks(self) -> int:
         """The kernel's word: bytes of every segment that this process holds an fd of."""
         total = 0
@@ -91,16 +117,25 @@ class Coordinator:
 class Peer:
     """A session spoken by hand. Blocking, with a timeout on every read.
 
-    Granted fds are the test's own; the sockets of all peers are closed by `close_all`.
+    Granted fds are the test's own, until `settle`; the sockets of all peers are closed by
+    `close_all`.
     """
 
     opened: ClassVar[list[channel.Channel]] = []
+    attached: ClassVar[list[Peer]] = []
 
-    def __init__(self, path: str, name: str = "peer", role: str = "worker") -> None:
+    def __init__(
+        self, path: str, name: str = "peer", role: str = "worker", version: int = VERSION
+    ) -> None:
+        self.path = path
         self.channel = self.connect(path)
         self.channel.socket.settimeout(WAIT_S)
         self.rid = 0
-        self.send(Resume(VERSION, name, "cpu", role))
+        self.asked: set[int] = set()
+        self.leases: dict[str, int] = {}
+        self.given: list[tuple[int, os.stat_result]] = []
+        self.attached.append(self)
+        self.send(Resume(version, name, "cpu", role))
 
     @classmethod
     def connect(cls, path: str) -> channel.Channel:
@@ -110,10 +145,27 @@ class Peer:
 
     @classmethod
     def close_all(cls) -> None:
+        cls.attached.clear()
         while cls.opened:
             cls.opened.pop().close()
 
+    @classmethod
+    def settle(cls, path: str) -> None:
+        """Have those on `path` ask for nothing more and give everything back, then close all.
+
+        They lease without a map and keep fds, which no worker does and every audit names.
+        """
+        for peer in cls.attached:
+            if peer.path == path:
+                peer.give_back()
+        cls.close_all()
+
     def send(self, message, fds=()) -> None:
+        match message:
+            case Acquire(rid) | Charge(rid):
+                self.asked.add(rid)
+            case Release(gen, rid) if self.leases.get(gen) == rid:
+                del self.leases[gen]
         self.channel.send(encode(message), fds)
 
     def receive(self):
@@ -122,7 +174,33 @@ class Peer:
         if received is None:
             return None
         data, self.fds = received
-        return decode(to_session_decoder, data)
+        for fd in self.fds:
+            self.given.append((fd, os.fstat(fd)))
+        message = decode(to_session_decoder, data)
+        if isinstance(message, Grant | Fail):
+            self.asked.discard(message.rid)
+        if isinstance(message, Grant):
+            self.leases[message.gen] = message.rid
+        return message
+
+    def give_back(self) -> None:
+        """End its requests and leases, and what it still has of the fds it was given."""
+        with contextlib.suppress(ConnectionLost):  # what it leased then is left, and found
+            for rid in self.asked:
+                self.send(Cancel(rid))
+            leaving = True
+            while leaving:
+                for gen, rid in list(self.leases.items()):
+                    self.send(Release(gen, rid))
+                flush = Flush(self.next_rid())
+                self.send(flush)
+                while (message := self.receive()) not in (None, Flushed(flush.rid)):
+                    pass  # among them grants, which are given back the next time round
+                leaving = message is not None and bool(self.leases)
+        for fd, stat in self.given:
+            with contextlib.suppress(OSError):  # the test has closed it
+                if os.path.samestat(os.fstat(fd), stat):
+                    os.close(fd)
 
     def next_rid(self) -> int:
         self.rid += 1
@@ -190,15 +268,32 @@ class Peer:
 
 @contextmanager
 def running(path: str, *arguments: str, **popen) -> Iterator[Coordinator]:
-    """A coordinator for the length of a block. It must end with 0 and say nothing alarming."""
+    """A coordinator for the length of a block. It must end with 0 and say nothing alarming.
+
+    After a block that raised nothing, and after each test that passed, it is audited.
+    """
     started = Coordinator(path, *arguments, **popen)
+    Coordinator.audited.append(started)
     try:
         yield started
+        started.audit_quiet()
     finally:
+        Coordinator.audited.remove(started)
         Peer.close_all()
         code, stderr = started.stop()
     assert code == 0, stderr
     assert "Traceback" not in stderr, stderr
+
+
+def _flush_workers(path: str) -> None:
+    """Have this process's workers on `path`, if any, give back what they let go of."""
+    from gpu_worker import registry
+
+    client = registry._clients.get(os.path.abspath(path))
+    if client is not None:
+        # It may close meanwhile, with nothing mapped any more and all of it sent.
+        with contextlib.suppress(CoordinatorLost, WorkerClosed):
+            client.flush(WAIT_S)
 
 
 def fds_of(pid: int) -> dict[str, str]:

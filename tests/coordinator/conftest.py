@@ -1,15 +1,14 @@
-"""A socket path for each test, a coordinator, weights and commands; peers are closed after it."""
+"""A socket path for each test, a coordinator, weights and commands."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli import main
-from tests.processes import Peer, running, write_safetensors
+from tests.processes import running, write_safetensors
 
 SIZE_BYTES = 300_000
 
@@ -17,12 +16,6 @@ SIZE_BYTES = 300_000
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "c.sock")
-
-
-@pytest.fixture(autouse=True)
-def _peers_closed() -> Iterator[None]:
-    yield
-    Peer.close_all()
 
 
 @pytest.fixture

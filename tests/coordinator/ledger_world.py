@@ -127,10 +127,18 @@ class World:
         self.now_s = now_s
         return self.event(TimePassed())
 
+    def begin_fill(
+        self, gen: GenerationId, size: int = 100, session: int | None = None
+    ) -> list[Effect]:
+        """From OPEN to FILLING, in a pool that has the room. Returns what the backing led to."""
+        self.reserve(gen, size, session)
+        effects = self.backed(gen)
+        assert self.state(gen) is State.FILLING
+        return effects
+
     def fill(self, gen: GenerationId, size: int = 100, session: int | None = None) -> None:
         """From OPEN to READY (or RETIRED)."""
-        self.reserve(gen, size, session)
-        self.backed(gen)
+        self.begin_fill(gen, size, session)
         self.commit(gen, session)
         self.sealed(gen)
         if session is None:

@@ -263,12 +263,17 @@ def test_an_error_is_one_line_and_its_holders_a_table(capsys):
 
 
 def test_a_reader_that_went_away_stops_nothing(monkeypatch):
+    """Neither the line nor the table is missed by anyone."""
+    refused = []
+
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
+            refused.append(text)
             raise BrokenPipeError
 
     monkeypatch.setattr("sys.stderr", Gone())
     show_error(BudgetExceeded("full", holders=full_report().generations))
+    assert "full" in refused[0] and "sdxl/" in "".join(refused[1:])
 
 
 def test_a_terminal_that_cannot_draw_lines_gets_letters():

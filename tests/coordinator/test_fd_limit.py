@@ -208,6 +208,7 @@ def test_a_process_has_its_share_of_connections(path):
 def test_sessions_left_behind_with_weights_count_as_well(path):
     """Each keeps a pidfd: connecting, mapping and going again must not take them all."""
     with running(path) as coordinator:
+        coordinator.unquiet = "what has gone without a word keeps its leases"
         watcher = Peer(path, "watcher")
         watcher.publish("k")
         for _ in range(ATTACHED_LIMIT - 1):
@@ -331,6 +332,7 @@ def test_a_segment_without_an_fd_names_fds_and_not_memory(coordinator):
 
 def test_segments_leave_fds_for_children_and_refusals(coordinator):
     """Retained weights keep one each: the last published one fails, and all the rest works."""
+    coordinator.unquiet = "it has no fd left for an operator"
     peer = Peer(coordinator.socket)
     for number in range(LIMIT):
         ticket = peer.ticket(f"k-{number}")

@@ -42,8 +42,7 @@ def test_a_fill_with_bytes_stays_counted_over_a_lost_connection_and_wedges_nobod
     world.attach(1, 2)
     first = world.build(1, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     second = world.build(2, "k")
     world.disconnect(1)
     assert world.state(gen) is State.FILLING and world.ram().in_use_bytes == 100
@@ -61,8 +60,7 @@ def test_a_lost_connection_after_commit_changes_nothing_of_the_fill():
     world.attach(1, 2)
     first, second = world.build(1, "k"), world.build(2, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.commit(gen, session=1)
     world.disconnect(1)
     world.sealed(gen)
@@ -74,8 +72,7 @@ def test_the_filler_of_a_generation_is_named():
     world = World()
     world.attach(1)
     gen = world.ticket(1, world.build(1, "k"))
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.load(1, "loaded")
     filled_by = {g.key: g.filled_by for g in status_report(world.ledger, 0.0).generations}
     assert filled_by == {"k": 1001, "loaded": None}
@@ -92,8 +89,7 @@ def test_a_lost_owner_counts_as_a_dead_one(with_bytes):
     for session in (1, 2):
         gen = world.ticket(session, rids[session])
         if with_bytes:
-            world.reserve(gen, 100, session=session)
-            world.backed(gen)
+            world.begin_fill(gen, session=session)
         world.disconnect(session)
         world.end(session)
     assert world.ticket(3, rids[3]) is None

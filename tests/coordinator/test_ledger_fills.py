@@ -13,8 +13,7 @@ def test_a_loaders_first_death_starts_another_and_its_second_fails_everyone():
     world.attach(1, 2)
     rids = {session: world.load(session, "k") for session in (1, 2)}
     first = world.newest()
-    world.reserve(first, 100)
-    world.backed(first)
+    world.begin_fill(first)
     world.loader_ended(first, "was ended by SIGKILL")
     assert world.state(first) is State.FREEING
     second = world.newest()
@@ -32,8 +31,7 @@ def test_a_builders_death_promotes_the_next_and_frees_its_bytes():
     world.attach(1, 2)
     first, second = world.build(1, "k"), world.build(2, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.end(1)
     assert world.state(gen) is State.FREEING
     assert world.ticket(2, second) is not None
@@ -44,8 +42,7 @@ def test_a_builder_that_ends_after_commit_has_done_its_work():
     world.attach(1, 2)
     first, second = world.build(1, "k"), world.build(2, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.commit(gen, session=1)
     world.end(1)
     world.sealed(gen)
@@ -96,8 +93,7 @@ def test_a_refused_seal_of_a_living_builder_stays_charged_until_it_lets_go():
     world.attach(1, 2)
     first, second = world.build(1, "k"), world.build(2, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.commit(gen, session=1)
     world.seal_refused(gen, "a writable map")
     assert world.failure(1, first) == "segment_refused"
@@ -115,8 +111,7 @@ def test_a_refused_seal_of_a_loader_ends_it():
     world.attach(1)
     rid = world.load(1, "k")
     gen = world.newest()
-    world.reserve(gen, 100)
-    world.backed(gen)
+    world.begin_fill(gen)
     world.commit(gen)
     world.seal_refused(gen)
     assert world.failure(1, rid) == "segment_refused"
@@ -147,8 +142,7 @@ def test_a_repeated_commit_seals_once():
     world.attach(1)
     world.load(1, "k")
     gen = world.newest()
-    world.reserve(gen, 100)
-    world.backed(gen)
+    world.begin_fill(gen)
     world.commit(gen)
     world.commit(gen)
     assert len(world.done(Seal)) == 1

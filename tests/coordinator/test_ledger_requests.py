@@ -144,8 +144,7 @@ def test_an_unasked_fill_that_stands_still_is_ended():
     world.attach(1)
     rid = world.load(1, "k", timeout_s=1000.0)
     gen = world.newest()
-    world.reserve(gen, 100)
-    world.backed(gen)
+    world.begin_fill(gen)
     world.cancel(1, rid)
     world.now_s = 200.0
     world.by_owner(gen, None, Progress(gen, 10, 100))
@@ -161,8 +160,7 @@ def test_those_who_wait_hear_of_progress():
     world.load(1, "k")
     world.load(2, "k")
     gen = world.newest()
-    world.reserve(gen, 100)
-    effects = world.backed(gen)
+    effects = world.begin_fill(gen)
     assert [type(effect) for effect in effects] == [SendSpace]
     effects = world.by_owner(gen, None, Progress(gen, 40, 100))
     assert [effect.message for effect in effects] == [Filling(1, 40, 100), Filling(1, 40, 100)]

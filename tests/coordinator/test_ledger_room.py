@@ -193,8 +193,7 @@ def test_an_asker_is_timed_while_nothing_progresses():
     patient = world.load(2, "k", timeout_s=50.0)
     assert next_deadline_s(world.ledger) == 5.0
     world.now_s = 4.0
-    world.reserve(gen, 100)
-    world.backed(gen)
+    world.begin_fill(gen)
     assert next_deadline_s(world.ledger) == 9.0
     world.wait_until(8.9)
     assert world.answer(1, quick) is None
@@ -228,8 +227,7 @@ def test_an_unasked_fill_gives_way_when_room_is_short():
     world.attach(1)
     rid = world.load(1, "a")
     old = world.newest()
-    world.reserve(old, 80)
-    world.backed(old)
+    world.begin_fill(old, 80)
     world.cancel(1, rid)
     assert world.state(old) is State.FILLING
     world.load(1, "b")
@@ -367,8 +365,7 @@ def test_drain_and_fills(owner):
         rid = world.build(1, "k")
         gen = world.newest()
         if owner == "filling builder":
-            world.reserve(gen, 100, session=1)
-            world.backed(gen)
+            world.begin_fill(gen, session=1)
             waiting = world.build(2, "k")
     world.say(2, Drain(world.rid(2), 10.0))
     if owner != "filling builder":
@@ -388,8 +385,7 @@ def test_drain_lets_a_seal_finish_and_seats_nobody_again(refused):
     world.attach(1, 2)
     first, second = world.build(1, "k"), world.build(2, "k")
     gen = world.ticket(1, first)
-    world.reserve(gen, 100, session=1)
-    world.backed(gen)
+    world.begin_fill(gen, session=1)
     world.commit(gen, session=1)
     world.say(2, Drain(world.rid(2), 10.0))
     assert (world.answer(1, first), world.answer(2, second)) == (None, None)

@@ -15,8 +15,7 @@ def test_another_fingerprint_dooms_the_running_fill_but_not_its_askers():
     world.attach(1, 2)
     old_rid = world.load(1, "k", file="f1")
     old = world.newest()
-    world.reserve(old, 100)
-    world.backed(old)
+    world.begin_fill(old)
     new_rid = world.load(2, "k", file="f2")
     new = world.newest()
     assert new != old and world.generation(old).doomed
@@ -36,8 +35,7 @@ def test_a_doomed_loader_whose_askers_left_is_ended_though_it_fills():
     world.attach(1, 2)
     rid = world.load(1, "k", file="f1")
     old = world.newest()
-    world.reserve(old, 100)
-    world.backed(old)
+    world.begin_fill(old)
     world.load(2, "k", file="f2")
     world.cancel(1, rid)
     assert world.state(old) is State.FREEING
@@ -83,8 +81,7 @@ def test_what_is_being_sealed_is_finished_though_nobody_waits_any_more(doomed):
     world.attach(1, 2)
     rid = world.load(1, "k", file="f1")
     gen = world.newest()
-    world.reserve(gen, 100)
-    world.backed(gen)
+    world.begin_fill(gen)
     world.commit(gen)
     world.loader_ended(gen, "ended with exit code 0")
     if doomed:
@@ -102,8 +99,7 @@ def test_the_ready_generation_retires_in_its_successors_commit():
     old, lease = world.have(1, "k", file="f1")
     rid = world.load(2, "k", file="f2")
     new = world.newest()
-    world.reserve(new, 100)
-    world.backed(new)
+    world.begin_fill(new)
     world.commit(new)
     assert world.state(old) is State.READY
     world.sealed(new)

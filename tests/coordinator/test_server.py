@@ -32,7 +32,6 @@ from shm_store.wire import (
     Grant,
     Release,
     Reserve,
-    Resume,
     Status,
     Ticket,
     encode,
@@ -293,10 +292,7 @@ def test_a_directory_behind_the_fd_is_refused_by_the_coordinator_too(coordinator
 
 
 def test_a_peer_of_another_version_is_told_both(coordinator):
-    connected = Peer.connect(coordinator.socket)
-    connected.send(encode(Resume(VERSION + 1, "newer", "cpu")))
-    peer = Peer.__new__(Peer)
-    peer.channel = connected
+    peer = Peer(coordinator.socket, "newer", version=VERSION + 1)
     cause = peer.receive().cause
     assert cause.code == "version_mismatch"
     assert f"version {VERSION}," in cause.message and str(VERSION + 1) in cause.message
@@ -322,10 +318,11 @@ def test_a_peer_of_another_user_is_refused(tmp_path):
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
         "from tests.processes import Peer\n"
         "from shm_store.errors import WeightCacheError\n"
+        "from shm_store.wire import decode, to_session_decoder\n"
         "os.setuid(65534)\n"
         "try:\n"
-        "    peer = Peer.__new__(Peer); peer.channel = Peer.connect(sys.argv[1])\n"
-        "    print(peer.receive().cause.code); Peer.close_all()\n"
+        "    said, _ = Peer.connect(sys.argv[1]).receive()\n"
+        "    print(decode(to_session_decoder, said).cause.code); Peer.close_all()\n"
         "except WeightCacheError as error: print(error.code)\n"
     )
     with running(path) as coordinator:
@@ -483,6 +480,7 @@ def test_a_loader_that_is_killed_is_in_the_log(path, tmp_path):
             gone.add(pid)
     cause = peer.expect(Fail).cause
     assert cause.code == "fill_failed" and "log" in cause.remedy
+    coordinator.audit_quiet()
     code, stderr = coordinator.stop()
     assert code == 0 and stderr.count("ended (by SIGKILL)") == 2, stderr
 
@@ -494,6 +492,7 @@ def test_a_worker_that_ends_while_it_fills_is_in_the_log(path):
         victim.kill()
     while watcher.status().generations:
         pass
+    coordinator.audit_quiet()
     code, stderr = coordinator.stop()
     assert code == 0 and f"process {victim.pid} was lost while it filled 'k'" in stderr, stderr
 
@@ -559,6 +558,7 @@ def test_drain_waits_for_the_last_lease_then_exits(path):
 
 
 def test_drain_names_what_is_left_at_its_deadline(coordinator):
+    coordinator.unquiet = "it ends with the last lease"
     holder, operator = Peer(coordinator.socket, "holder"), Peer(coordinator.socket, role="operator")
     holder.publish("k")
     operator.send(Drain(operator.next_rid(), 0.0))

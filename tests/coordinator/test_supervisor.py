@@ -251,7 +251,7 @@ print("up", child.pid, os.getpid(), flush=True)
     launched.family.add(grandchild)
     if asked:
         launched.send(signal.SIGTERM)
-    launched.end()
+    assert launched.end()[0] == (128 + signal.SIGTERM if asked else 0)
 
 
 def test_signals_reach_every_worker_and_a_graceful_end_is_a_success(launch):

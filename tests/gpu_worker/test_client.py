@@ -27,7 +27,7 @@ from shm_store.errors import (
     SourceNotOpened,
     TensorRefused,
 )
-from shm_store.keys import Fingerprint, LeaseId, RequestId
+from shm_store.keys import Fingerprint, Key, LeaseId, RequestId
 from shm_store.manifest import Preamble
 from shm_store.report import GenerationReport
 from shm_store.wire import (
@@ -40,6 +40,7 @@ from shm_store.wire import (
     Flushed,
     Grant,
     Release,
+    Reserve,
     Space,
 )
 from tests.gpu_worker.sealed import maps_of
@@ -212,16 +213,27 @@ class TestTimeouts:
             asking.result(WAIT_S)
 
     def test_the_time_of_ones_own_build_does_not_count(self, coordinator, client):
+        """It takes until a request of the same timeout, made after it began, is late."""
+        building, late = threading.Event(), threading.Event()
+
         def build():
-            time.sleep(GRACE_S + 0.1)
+            building.set()
+            assert late.wait(WAIT_S)
             return {"w": torch.ones(4)}
 
         asking = coordinator.call(client.acquire, built(build), 0.0, None)
         rid = coordinator.expect(Acquire).rid
-        os.close(coordinator.send_space(coordinator.reservation(rid)))
+        coordinator.ticket(rid)
+        assert building.wait(WAIT_S)
+        with pytest.raises(LoadTimeout):
+            client.acquire(Ask(Key("other"), None, build, ""), 0.0, None)
+        other = coordinator.expect(Acquire).rid
+        assert coordinator.receive() == Cancel(other)
+        late.set()
+        os.close(coordinator.send_space(coordinator.expect(Reserve)))
         coordinator.expect(Commit)
         coordinator.grant(rid)
-        asking.result(WAIT_S)
+        assert asking.result(WAIT_S).gen == coordinator.gen
 
 
 class TestProgress:
@@ -239,7 +251,7 @@ class TestProgress:
         asking, rid = asked()
         coordinator.send(Filling(rid, 1, 4))
         coordinator.grant(rid)
-        asking.result(WAIT_S)
+        assert asking.result(WAIT_S).gen == coordinator.gen
 
     def test_what_it_raises_gives_the_request_up(self, coordinator, client, asked):
         asking, rid = asked(progress=lambda done, total: {}[done])

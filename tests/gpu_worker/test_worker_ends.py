@@ -148,7 +148,7 @@ class TestExit:
             os.kill(int(sys.argv[2]), 9)
         """
         run(script, mortal.socket, str(mortal.pid))
-        mortal.stop()
+        assert mortal.stop()[0] == -signal.SIGKILL, "it was there all the time"
 
 
 class TestFork:

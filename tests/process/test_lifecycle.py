@@ -229,6 +229,7 @@ def test_a_killed_process_takes_all_it_had_and_no_more(coordinator, operator, a,
 @pytest.mark.parametrize("has", ["lease", "ticket", "fill", "waiting"])
 def test_a_drain_ends_though_a_holder_dies_in_it(coordinator, operator, a, file, has):
     """S17: nothing is stranded, whatever it had."""
+    coordinator.unquiet = "it has ended"
     other = Peer(coordinator.socket, "other")
     lease = other.publish("other")
     os.close(*other.fds)

@@ -14,7 +14,9 @@ from shm_store.errors import (
     CallerError,
     CoordinatorLost,
     DrainIncomplete,
+    Incomplete,
     InUse,
+    InvalidateIncomplete,
     KeyRefused,
     LoadTimeout,
     PeerError,
@@ -63,7 +65,7 @@ def example(kind: type[WeightCacheError]) -> WeightCacheError:
         return TensorRefused("decoder.weight", "a sparse layout", remedy="call to_dense()")
     if kind is WeightsMissing:
         return WeightsMissing("minilm", ("a.weight", "b.bias"), ("c.weight",))
-    if kind in (InUse, DrainIncomplete):
+    if kind is InUse or issubclass(kind, Incomplete):
         return kind("held", holders=HOLDERS, remedy="wait")
     if kind is BudgetExceeded:
         return BudgetExceeded("no room", needed_bytes=10 << 30, free_bytes=1, holders=HOLDERS)
@@ -205,3 +207,14 @@ def test_the_faults_of_a_source_name_it() -> None:
             raise kind("broken", source="/models/x.safetensors")
         assert caught.value.source == "/models/x.safetensors"
         assert caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [BudgetExceeded, InUse, DrainIncomplete, InvalidateIncomplete])
+def test_what_is_in_the_way_is_an_attribute(
+    kind: type[BudgetExceeded | InUse | Incomplete],
+) -> None:
+    """Whoever catches it can say who holds what, here and across the wire."""
+    error = kind("held", holders=HOLDERS)
+    assert error.holders == HOLDERS
+    assert vars(Cause.of(error).error())["holders"] == HOLDERS
+    assert kind("held").holders == ()
