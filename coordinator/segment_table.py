@@ -45,6 +45,10 @@ class SegmentTable:
         self._fds[gen] = fd
         return fd
 
+    def adopt(self, gen: GenerationId, fd: int) -> None:
+        """Take over the segment of a generation that another coordinator made."""
+        self._fds[gen] = fd
+
     def fd(self, gen: GenerationId) -> int | None:
         """Return the fd of `gen`, or None if it has no segment (any more)."""
         return self._fds.get(gen)

@@ -38,7 +38,9 @@ from coordinator.ledger.events import (
     SessionEnded,
     TimePassed,
 )
+from coordinator.ledger.state import State
 from coordinator.memory import default_ram_budget_bytes
+from coordinator.statement import Statement
 from shm_store import channel, source
 from shm_store.channel import Channel
 from shm_store.errors import (
@@ -64,6 +66,7 @@ from shm_store.wire import (
     Resume,
     ToSession,
     decode,
+    held_decoder,
     resume_decoder,
     session_decoder,
 )
@@ -86,17 +89,19 @@ one of either; each takes two fds."""
 class Peer:
     """A session's socket and process, as the server sees them."""
 
-    connection: Connection
+    connection: Connection | None
     pid: int
     pidfd: int
+    token: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Silent:
-    """A connection that has not said who it is: its process, and what ends it if it never does."""
+    """A connection whose session is not known: its process, and what ends it if it never is."""
 
     pid: int
     timer: asyncio.TimerHandle
+    statement: Statement | None = None
 
 
 class Server:
@@ -109,8 +114,10 @@ class Server:
         self._listener = listener
         self._peers: dict[SessionId, Peer] = {}
         self._silent: dict[Connection, Silent] = {}
-        """Accepted, but RESUME has not come; with the pid that connected."""
+        """Accepted, but who it is has not come, or what it has; with the pid that connected."""
         self._session_of: dict[Connection, SessionId] = {}
+        self._tokens: dict[str, SessionId] = {}
+        """By what sessions call themselves."""
         self._sources: dict[tuple[SessionId, RequestId], int] = {}
         self._last_session = 0
         self._events: list[Event] = []
@@ -148,7 +155,8 @@ class Server:
             self._timer = None
         ledger = self.ledger
         # Looking for it costs half of what a hit does; without any of these there is none.
-        if ledger.requests or ledger.running or ledger.drains or ledger.invalidations:
+        waits = ledger.requests or ledger.running or ledger.drains or ledger.invalidations
+        if waits or ledger.awaited:
             deadline_s = next_deadline_s(ledger)
             if deadline_s is not None:
                 self._timer = self._loop.call_at(deadline_s, self.feed, TimePassed())
@@ -159,17 +167,20 @@ class Server:
         if isinstance(message, Grant | Fail):
             self._close_source(session, message.rid)
         peer = self._peers.get(session)
-        if peer is not None:
+        if peer is not None and peer.connection is not None:
             peer.connection.send(message, segment)
 
     def forget(self, session: SessionId) -> None:
         peer = self._peers.pop(session, None)
         if peer is None:
             return
+        if self._tokens.get(peer.token) == session:
+            del self._tokens[peer.token]
         self._loop.remove_reader(peer.pidfd)
         os.close(peer.pidfd)
-        self._session_of.pop(peer.connection, None)
-        peer.connection.close()
+        if peer.connection is not None:
+            self._session_of.pop(peer.connection, None)
+            peer.connection.close()
 
     def source(self, session: SessionId, rid: RequestId) -> int:
         return self._sources[session, rid]
@@ -237,13 +248,13 @@ class Server:
     def _end_silence(self, connection: Connection) -> None:
         connection.close(ProtocolViolation(f"no RESUME came within {RESUME_LIMIT_S:g} s"))
 
-    def _spoke(self, connection: Connection) -> int:
-        """Stop waiting for a connection's RESUME. Without its timer the process can sleep."""
+    def _spoke(self, connection: Connection) -> None:
+        """Stop waiting for a connection's session. Without its timer the process can sleep."""
         silent = self._silent.pop(connection, None)
-        if silent is None:
-            return 0
-        silent.timer.cancel()
-        return silent.pid
+        if silent is not None:
+            silent.timer.cancel()
+            if silent.statement is not None:
+                silent.statement.close()
 
     def _listen_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -254,7 +265,7 @@ class Server:
         session = self._session_of.get(connection)
         try:
             if session is None:
-                self._attach(connection, decode(resume_decoder, data))
+                self._resume(connection, data, fds)
             else:
                 self._said(session, decode(session_decoder, data), fds)
         except WeightCacheError as error:
@@ -263,30 +274,76 @@ class Server:
         finally:
             channel.close_all(fds)
 
-    def _attach(self, connection: Connection, resume: Resume) -> None:
-        if resume.version != VERSION:
-            raise VersionMismatch(
-                f"the coordinator speaks protocol version {VERSION}, the peer {resume.version}"
-            )
+    def _resume(self, connection: Connection, data: bytes, fds: list[int]) -> None:
+        """Take a RESUME, or what comes behind it. Once all of it is here, the session goes on."""
+        silent = self._silent[connection]
+        statement = silent.statement
+        if statement is None:
+            resume = decode(resume_decoder, data)
+            if resume.version != VERSION:
+                raise VersionMismatch(
+                    f"the coordinator speaks protocol version {VERSION}, the peer {resume.version}"
+                )
+            statement = silent.statement = Statement(resume, self._executor.segments)
+        else:
+            statement.take(decode(held_decoder, data), fds)
+        if statement.complete:
+            self._refuse_what_goes(statement)
+            session = self._session(connection, silent.pid, statement.resume)
+            if session is not None:
+                # First, as long as nothing can fail: from here on the ledger counts what it has.
+                event = statement.event(session)
+                self._spoke(connection)
+                self._peers[session].connection = connection
+                self._session_of[connection] = session
+                self.feed(event)
+
+    def _refuse_what_goes(self, statement: Statement) -> None:
+        """Have a session come again that states what is being freed: it was not awaited any more.
+
+        Raises:
+            ResourceError: it does.
+        """
+        for generation in self.ledger.generations.values():
+            if generation.state is State.FREEING and generation.id in statement.gens:
+                raise ResourceError(f"generation {generation.id} is just being freed")
+
+    def _session(self, connection: Connection, pid: int, resume: Resume) -> SessionId | None:
+        """Return the session that comes back, or a new one. None if its process has ended."""
+        known = self._tokens.get(resume.token)
+        if known is not None:
+            peer = self._peers[known]
+            if peer.pid != pid:
+                raise PeerForbidden(f"this session is that of process {peer.pid}")
+            if peer.connection is not None:
+                peer.connection.close()  # its end has not arrived yet
+            if known in self._peers:
+                return known
         try:
             pidfd = connection.channel.open_pidfd()
             require_free(pidfd, FOR_CONNECTIONS)
         except ProcessLookupError:
             connection.close()
-            return
+            return None
         except OSError as error:
             if out_of_fds(error):
                 raise exhausted("there is none to watch the peer's process with") from error
             raise PlatformUnsupported(
                 f"the peer's process cannot be watched: {error.strerror}"
             ) from error
-        pid = self._spoke(connection)
+        session = self._watch(pid, pidfd, resume.token)
+        self.feed(Attached(session, pid, resume.name, resume.device, resume.role))
+        return session
+
+    def _watch(self, pid: int, pidfd: int, token: str) -> SessionId:
+        """Begin a session of a process. Takes over its pidfd."""
         self._last_session += 1
         session = SessionId(self._last_session)
-        self._session_of[connection] = session
-        self._peers[session] = Peer(connection, pid, pidfd)
+        self._peers[session] = Peer(None, pid, pidfd, token)
+        if token:
+            self._tokens[token] = session
         self._loop.add_reader(pidfd, self._process_ended, session)
-        self.feed(Attached(session, pid, resume.name, resume.device, resume.role))
+        return session
 
     def _said(self, session: SessionId, message: FromSession, fds: list[int]) -> None:
         """Pass a message on. An ACQUIRE with a source brings one fd; nothing else may."""
@@ -312,7 +369,9 @@ class Server:
 
     def _process_ended(self, session: SessionId) -> None:
         """A pidfd is readable. The process's last words come first, then its end, once."""
-        self._peers[session].connection.drain_input()
+        connection = self._peers[session].connection
+        if connection is not None:
+            connection.drain_input()
         if session in self._peers:
             self._log_unfinished(session)
             self._close_sources(session)
@@ -330,6 +389,7 @@ class Server:
         self._spoke(connection)
         session = self._session_of.pop(connection, None)
         if session is not None:
+            self._peers[session].connection = None
             self._log_unfinished(session)
             self._close_sources(session)
             self.feed(Disconnected(session))
@@ -348,7 +408,8 @@ class Server:
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         for peer in list(self._peers.values()):
-            peer.connection.send(Bye())
+            if peer.connection is not None:
+                peer.connection.send(Bye())
         for connection in [*self._silent, *self._session_of]:
             connection.close()
         for session in list(self._peers):

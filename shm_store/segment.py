@@ -122,8 +122,17 @@ def _write_preamble(fd: int, page: bytes) -> None:
 
 def is_sealed(fd: int) -> bool:
     """Say whether nobody can change these bytes any more. Only a memfd can be sealed."""
+    return _has_seals(fd, SEALS)
+
+
+def is_fixed(fd: int) -> bool:
+    """Say whether this is a segment that can neither grow nor shrink, as one that is filled."""
+    return _has_seals(fd, SIZE_SEALS)
+
+
+def _has_seals(fd: int, seals: int) -> bool:
     try:
-        return fcntl.fcntl(fd, F_GET_SEALS) & SEALS == SEALS
+        return fcntl.fcntl(fd, F_GET_SEALS) & seals == seals
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

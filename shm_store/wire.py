@@ -89,7 +89,12 @@ class Cause(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resume(Message, frozen=True):
-    """The first frame of a connection: who attaches.
+    """The first frame of a connection: who attaches, or comes back.
+
+    `token` is chosen by a session for its whole life, and says which one comes back over another
+    connection, to this coordinator or to one that was started since. Behind it come `held`
+    messages, one for everything that the session has: `HeldMap`, `HeldFill`, `HeldCharge`. What
+    they do not name, it has no more. Requests that are open are asked anew, with new ids.
 
     Fields may only be appended, and keep what they may hold, so that every version can read the
     version of any other.
@@ -99,6 +104,37 @@ class Resume(Message, frozen=True):
     name: Name = ""
     device: Name = ""
     role: Literal["worker", "operator"] = "worker"
+    token: Name = ""
+    held: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class HeldMap(Message, frozen=True):
+    """The session has mapped `gen`, on this lease. The segment travels with it, if it has an fd."""
+
+    gen: GenerationId
+    lease: LeaseId
+
+
+class HeldFill(Message, frozen=True):
+    """The session fills `gen`, whose segment travels with this, or has asked for its COMMIT.
+
+    `rid` is the request that is to be answered; 0 if nobody waits, and ABORT will follow.
+    """
+
+    gen: GenerationId
+    rid: RequestId
+    key: AnyKey
+    fingerprint: Fingerprint
+
+
+class HeldCharge(Message, frozen=True):
+    """The session has private memory, counted under this lease."""
+
+    gen: GenerationId
+    lease: LeaseId
+    pool: Name
+    key: AnyKey
+    size_bytes: SizeBytes
 
 
 class Acquire(Message, frozen=True):
@@ -358,6 +394,7 @@ class Fetch(Message, frozen=True):
     fingerprint: Fingerprint
 
 
+Held = HeldMap | HeldFill | HeldCharge
 FromWorker = Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
 FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort
@@ -367,13 +404,14 @@ FromSession = FromWorker | FromOperator
 ToSession = Ticket | Space | Grant | Revoke | Fail | Filling | Flushed | Done | Report | Bye
 ToLoader = Fetch | Space
 
-AnyMessage = Resume | FromSession | FromLoader | ToSession | ToLoader
+AnyMessage = Resume | Held | FromSession | FromLoader | ToSession | ToLoader
 
 Kind = TypeVar("Kind")
 
 _encoder = msgspec.msgpack.Encoder()
 
 resume_decoder = msgspec.msgpack.Decoder(Resume)
+held_decoder = msgspec.msgpack.Decoder(Held)
 session_decoder = msgspec.msgpack.Decoder(FromSession)
 loader_decoder = msgspec.msgpack.Decoder(FromLoader)
 to_session_decoder = msgspec.msgpack.Decoder(ToSession)

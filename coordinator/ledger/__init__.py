@@ -5,14 +5,14 @@ and no iteration over sets. The executor performs the effects and feeds the outc
 
 Read in this order: `events` (what comes in and goes out), `state` (what is known), `turn` (the only
 hands that change it), then the deciders: `admission`, `lifecycle`, `eviction`, `operators`,
-`deadlines`. `invariants` says what must hold after every event.
+`recovery`, `deadlines`. `invariants` says what must hold after every event.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from coordinator.ledger import admission, deadlines, lifecycle, operators
+from coordinator.ledger import admission, deadlines, lifecycle, operators, recovery
 from coordinator.ledger.deadlines import next_deadline_s
 from coordinator.ledger.events import (
     Attached,
@@ -24,6 +24,8 @@ from coordinator.ledger.events import (
     Freed,
     LoaderEnded,
     LoaderSaid,
+    Recovered,
+    Resumed,
     Said,
     Sealed,
     SealRefused,
@@ -74,11 +76,17 @@ def apply(ledger: Ledger, event: Event, now_s: float) -> list[Effect]:
             _owner_said(turn, None, message)
         case Attached():
             lifecycle.attached(turn, event)
+        case Recovered():
+            recovery.recovered(turn, event)
+        case Resumed():
+            recovery.resumed(turn, event)
         case Disconnected(session) | SessionEnded(session):
             known = ledger.sessions.get(session)
             if known is not None:
                 over = isinstance(event, SessionEnded)
                 (lifecycle.ended if over else lifecycle.disconnected)(turn, known)
+                if over:
+                    recovery.heard(turn, session)
         case Freed(gen):
             lifecycle.freed(turn, gen)
         case TimePassed():
@@ -179,7 +187,7 @@ def _performed(
 def _settle(turn: Turn) -> None:
     """After every event: room for those who wait, and what waited for an end."""
     ledger = turn.ledger
-    if ledger.parked or any(pool.short for pool in ledger.pools.values()):
+    if not ledger.awaited and (ledger.parked or any(pool.short for pool in ledger.pools.values())):
         admission.admit(turn)
     if ledger.flushes:
         operators.settle_flushes(turn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from coordinator.ledger.events import Back, StartLoader
 from coordinator.ledger.eviction import doubtful, revocable, victims
-from coordinator.ledger.report import generation_report
+from coordinator.ledger.report import generation_report, silent_text
 from coordinator.ledger.state import (
     LOADER,
     RAM,
@@ -102,23 +102,30 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     doomed = doomed or running is not None
     generation = turn.open(request, doomed=doomed, deaths=deaths, pool=RAM)
     turn.ask(request, generation)
-    if request.source is None:
-        turn.send(
-            request.session,
-            Ticket(request.rid, generation.id, request.key, request.fingerprint),
-        )
+    if ledger.awaited:
+        generation.held = True
+    else:
+        start(turn, generation)
+    return generation
+
+
+def start(turn: Turn, generation: Generation) -> None:
+    """Have the owner of an OPEN generation begin: the worker that asked first, or a loader."""
+    generation.held = False
+    first = next(iter(generation.askers.values()))
+    if first.source is None:
+        turn.send(first.session, Ticket(first.rid, generation.id, first.key, first.fingerprint))
     else:
         turn.do(
             StartLoader(
                 generation.id,
-                request.key,
-                request.source,
-                request.fingerprint,
-                request.session,
-                request.rid,
+                first.key,
+                first.source,
+                first.fingerprint,
+                first.session,
+                first.rid,
             )
         )
-    return generation
 
 
 def seat_again(turn: Turn, requests: list[Request], *, doomed: bool, deaths: int) -> None:
@@ -380,6 +387,8 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     behind = ""
     if first is not generation and not never:
         behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
+    if ledger.awaited:
+        behind = f"; the coordinator was started again, and {silent_text(ledger)} may hold more"
     return BudgetExceeded(
         f"{generation.key!r} needs {size_text(generation.size_bytes)}; pool {pool.name!r} has "
         f"{size_text(pool.free_bytes)} free of {size_text(pool.limit_bytes)}{behind}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.ledger import admission
+from coordinator.ledger import admission, recovery
 from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.operators import expire_drains, expire_invalidations
+from coordinator.ledger.report import silent_text
 from coordinator.ledger.state import Generation, Lease, Ledger, Request, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import LoadTimeout, WeightCacheError
@@ -21,6 +22,7 @@ def next_deadline_s(ledger: Ledger) -> float | None:
         *(draining.deadline_s for draining in ledger.drains),
         *(invalidating.deadline_s for invalidating in ledger.invalidations),
         *(lease.asked_s + REVOKE_PATIENCE_S for lease in _unanswered(ledger)),
+        ledger.awaited_until_s,
     ]
     return min((time for time in times if time is not None), default=None)
 
@@ -28,6 +30,7 @@ def next_deadline_s(ledger: Ledger) -> float | None:
 def expire(turn: Turn) -> None:
     """Answer every request whose deadline has come, and end fills that stand still unasked."""
     ledger = turn.ledger
+    recovery.expire(turn)
     for request in list(ledger.requests.values()):
         deadline_s = _deadline_s(ledger, request)
         if deadline_s is not None and deadline_s <= turn.now_s and request.gen is not None:
@@ -60,7 +63,7 @@ def _deadline_s(ledger: Ledger, request: Request) -> float | None:
     if request.gen is None:
         return None
     generation = ledger.generations[request.gen]
-    if generation.owner is request:
+    if generation.owner is request and not generation.held:
         queued_s = generation.queued_s
         return None if queued_s is None else queued_s + request.timeout_s
     if generation.sealing:
@@ -79,6 +82,11 @@ def _too_late(turn: Turn, request: Request) -> WeightCacheError:
         return admission.no_room(turn, generation)
     if generation.state is State.READY:
         return admission.gave_way(turn, request, generation)
+    if generation.held:
+        return LoadTimeout(
+            f"{request.key!r} was not ready within {request.timeout_s:g} s: the coordinator was "
+            f"started again, and {silent_text(turn.ledger)} may have it"
+        )
     return LoadTimeout(
         f"{request.key!r} was not ready within {request.timeout_s:g} s: generation "
         f"{generation.id} is {generation.state.value}"

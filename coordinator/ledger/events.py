@@ -7,11 +7,11 @@ as an event.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from shm_store.keys import Fingerprint, GenerationId, Key, RequestId, SessionId
-from shm_store.wire import FromLoader, FromSession, Space, ToSession
+from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
+from shm_store.wire import FromLoader, FromSession, HeldCharge, Space, ToSession
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -25,6 +25,55 @@ class Attached:
     name: str
     device: str
     role: Literal["worker", "operator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A segment that was found or stated, as its sealed preamble or its filler names it.
+
+    Attributes:
+        lease: of whoever states it; the request that is to be answered if it is being filled; 0 if
+            it comes out of the store.
+    """
+
+    gen: GenerationId
+    lease: LeaseId
+    key: Key
+    fingerprint: Fingerprint
+    size_bytes: int
+    sealed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Another coordinator was here before, and ended without a word.
+
+    Attributes:
+        segments: those that were kept. Each was READY.
+        sessions: those that live, with their pids.
+        others: there may be more of them, whom nobody kept.
+        patience_s: how long they are waited for.
+    """
+
+    segments: tuple[Offer, ...] = ()
+    sessions: tuple[tuple[SessionId, int], ...] = ()
+    others: bool = False
+    patience_s: float = 0.0
+    pins: tuple[Key, ...] = ()
+    limits_bytes: dict[str, int] = field(default_factory=dict)
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A session has said what it has, and goes on. The first time it has nothing."""
+
+    session: SessionId
+    name: str
+    device: str
+    maps: tuple[Offer, ...] = ()
+    fills: tuple[Offer, ...] = ()
+    charges: tuple[HeldCharge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +159,9 @@ class TimePassed:
 
 
 Event = (
-    Attached
+    Recovered
+    | Attached
+    | Resumed
     | Said
     | LoaderSaid
     | LoaderEnded

@@ -59,8 +59,8 @@ def sealed(turn: Turn, generation: Generation) -> None:
     generation.idle_s = turn.now_s
     for request in list(generation.askers.values()):
         turn.grant(request, generation)
-    if generation.doomed and not generation.leases:
-        turn.free(generation)
+    if generation.doomed:
+        turn.settle_retired(generation)
 
 
 def seal_refused(turn: Turn, generation: Generation, reason: str) -> None:
@@ -141,7 +141,7 @@ def retire(turn: Turn, generation: Generation) -> None:
     """
     for request in list(generation.askers.values()):
         turn.grant(request, generation)
-    if not generation.leases:
+    if not generation.leases and not turn.ledger.awaited:
         turn.free(generation)
         return
     turn.move(generation, State.RETIRED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Exit
 from coordinator.ledger.eviction import retained
-from coordinator.ledger.report import generation_report
+from coordinator.ledger.report import generation_report, silent_text
 from coordinator.ledger.state import LOADER, Draining, Flushing, Invalidating, Ledger, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import (
@@ -50,6 +50,13 @@ def unpin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
 def evict(turn: Turn, session: SessionId, message: Evict) -> None:
     """Free what nobody leases: one key by name, or everything that is not pinned."""
     ledger = turn.ledger
+    if ledger.awaited:
+        refusal = InUse(
+            f"the coordinator was started again, and {silent_text(ledger)} may have them in use",
+            remedy="try again in a moment",
+        )
+        turn.refuse(session, message.rid, refusal)
+        return
     if message.key is None:
         idle = [generation for name in ledger.pools for generation in retained(ledger, name)]
     else:
@@ -212,7 +219,7 @@ def settle_drain(turn: Turn) -> None:
         elif generation.private:
             for holder in list(generation.leases):
                 turn.revoke(holder, generation, "stale")
-    if ledger.generations:
+    if ledger.generations or any(session.silent for session in ledger.sessions.values()):
         return
     for draining in ledger.drains:
         turn.send(draining.session, Done(draining.rid))
@@ -245,8 +252,11 @@ def expire_drains(turn: Turn) -> None:
     for draining in late:
         left = ledger.generations.values()
         count = len(left)
+        what = "1 generation is still held" if count == 1 else f"{count} generations are still held"
+        if any(session.silent for session in ledger.sessions.values()):
+            what = f"{what}; {silent_text(ledger)} may hold more"
         error = DrainIncomplete(
-            "1 generation is still held" if count == 1 else f"{count} generations are still held",
+            what,
             holders=tuple(generation_report(ledger, g, turn.now_s) for g in left),
         )
         turn.refuse(draining.session, draining.rid, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.ledger.state import Generation, Ledger, Request, State
+from coordinator.ledger.state import Generation, Ledger, State
 from shm_store.keys import start_id
 from shm_store.report import (
     GenerationReport,
@@ -34,15 +34,18 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         ),
         filled_bytes=generation.filled_bytes,
         waiting=len(generation.askers),
-        filled_by=_filler_pid(ledger, generation),
+        filled_by=ledger.owner_pid(generation),
         private=generation.private,
     )
 
 
-def _filler_pid(ledger: Ledger, generation: Generation) -> int | None:
-    owner = generation.owner
-    session = ledger.sessions.get(owner.session) if isinstance(owner, Request) else None
-    return None if session is None else session.pid
+def silent_text(ledger: Ledger) -> str:
+    """Name the processes that have not resumed since this coordinator was started."""
+    pids = [str(session.pid) for session in ledger.sessions.values() if session.silent]
+    if not pids:
+        return "a process that was attached before"
+    many = "processes" if len(pids) > 1 else "process"
+    return f"{many} {', '.join(pids)}, not heard of since,"
 
 
 def pool_report(ledger: Ledger, name: str) -> PoolReport:

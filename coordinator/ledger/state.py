@@ -68,7 +68,11 @@ LOADER: Literal["loader"] = "loader"
 
 @dataclass(slots=True)
 class Session:
-    """One attached process. `leases` mirrors those of the generations, for its end."""
+    """One attached process. `leases` mirrors those of the generations, for its end.
+
+    Attributes:
+        silent: it was attached to the coordinator before this one, and has not resumed.
+    """
 
     id: SessionId
     pid: int
@@ -76,6 +80,7 @@ class Session:
     device: str
     role: Literal["worker", "operator"]
     connected: bool = True
+    silent: bool = False
     last_rid: RequestId = RequestId(0)
     leases: dict[GenerationId, Lease] = field(default_factory=dict)
 
@@ -134,6 +139,7 @@ class Generation:
         owner: who has the ticket: the request of a worker that builds, the loader, or nobody.
         doomed: will be RETIRED, not READY, when it is committed; takes no new asker.
         sealing: COMMIT came and the executor is at it, so the owner may end.
+        held: its owner has not been told to begin: a session that is awaited may offer it.
         deaths: how many owners of this fill died, this generation's predecessors included.
         size_bytes: 0 until RESERVE; charged from RESERVED on.
         queued_s: since when its RESERVE waits for room.
@@ -150,6 +156,7 @@ class Generation:
     state: State = State.OPEN
     doomed: bool = False
     sealing: bool = False
+    held: bool = False
     deaths: int = 0
     size_bytes: int = 0
     filled_bytes: int = 0
@@ -281,6 +288,9 @@ class Ledger:
     invalidations: list[Invalidating] = field(default_factory=list)
     drains: list[Draining] = field(default_factory=list)
     draining: bool = False
+    awaited: dict[SessionId, None] = field(default_factory=dict)
+    """Sessions that may have what nobody leases; see `recovery`. 0 stands for any number more."""
+    awaited_until_s: float | None = None
 
     def ready(self, key: Key) -> Generation | None:
         """Return the one READY generation of `key`."""
@@ -324,6 +334,12 @@ class Ledger:
             request.session == session and request.prefetch is prefetch
             for request in self.requests.values()
         )
+
+    def owner_pid(self, generation: Generation) -> int | None:
+        """Return the pid of the worker that fills `generation`; None if that is no worker."""
+        owner = generation.owner
+        session = self.sessions.get(owner.session) if isinstance(owner, Request) else None
+        return None if session is None else session.pid
 
     def owned_by(self, session: SessionId) -> list[Generation]:
         """Return the running generations whose ticket `session` has."""

@@ -7,9 +7,10 @@ Every change of a generation's state goes through `move`, `free` or `remove`, ev
 
 from __future__ import annotations
 
-from coordinator.ledger.events import Effect, Free, Send
+from coordinator.ledger.events import Effect, Free, Offer, Send
 from coordinator.ledger.state import (
     LOADER,
+    RAM,
     RUNNING,
     TRANSITIONS,
     Generation,
@@ -121,7 +122,18 @@ class Turn:
         if generation.private:
             self.remove(generation)
         elif generation.state is State.RETIRED:
-            self.free(generation)
+            self.settle_retired(generation)
+
+    def lease(self, session: SessionId, lease: LeaseId, generation: Generation) -> None:
+        """Count a lease that a session states. What was asked of it is asked again."""
+        stated = Lease(lease, self.now_s)
+        previous = generation.leases.get(session)
+        if previous is not None:
+            stated.copied_bytes = previous.copied_bytes
+        generation.leases[session] = stated
+        self.ledger.sessions[session].leases[generation.id] = stated
+        if generation.state is State.RETIRED:
+            self.revoke(session, generation, "stale")
 
     # --- generations ----------------------------------------------------------------------------
 
@@ -153,6 +165,44 @@ class Turn:
             ledger.by_key.setdefault(generation.key, []).append(generation)
         ledger.running[generation.id] = generation
         return generation
+
+    def adopt(
+        self,
+        offer: Offer,
+        state: State,
+        *,
+        pool: str = RAM,
+        private: bool = False,
+        doomed: bool = False,
+    ) -> Generation:
+        """Put a generation on the table that another coordinator had. Charged at once."""
+        ledger = self.ledger
+        generation = Generation(
+            id=offer.gen,
+            key=offer.key,
+            fingerprint=offer.fingerprint,
+            pool=pool,
+            owner=None,
+            private=private,
+            state=state,
+            doomed=doomed,
+            size_bytes=offer.size_bytes,
+            filled_bytes=offer.size_bytes if offer.sealed else 0,
+            progressed_s=self.now_s,
+            idle_s=self.now_s,
+        )
+        ledger.generations[generation.id] = generation
+        if not private:
+            ledger.by_key.setdefault(generation.key, []).append(generation)
+        if state in RUNNING:
+            ledger.running[generation.id] = generation
+        self._charge(generation, generation.size_bytes)
+        return generation
+
+    def settle_retired(self, generation: Generation) -> None:
+        """Free what is retired once nobody leases it, and nobody may turn out to have it."""
+        if not generation.leases and not self.ledger.awaited:
+            self.free(generation)
 
     def move(self, generation: Generation, state: State) -> None:
         """Change the state. Only moves in the table are allowed."""

@@ -1,0 +1,179 @@
+"""What a coordinator finds that was started after another, and what sessions say that come back.
+
+A session states what it has mapped, fills, or was charged; what it does not state it has no more.
+What the store kept was READY.
+
+While a session is *awaited* that was attached before, it may have mapped whatever nobody leases. So
+nothing is freed, no byte is admitted, and what is missing is not loaded: it may yet be offered.
+What is READY is granted. The wait ends when all have resumed or ended, or at its deadline: a
+process may be stopped.
+"""
+
+from __future__ import annotations
+
+from coordinator.ledger import admission, lifecycle
+from coordinator.ledger.events import Offer, Recovered, Resumed
+from coordinator.ledger.state import Generation, Ledger, Request, Session, State
+from coordinator.ledger.turn import Turn
+from shm_store.errors import ProtocolViolation
+from shm_store.keys import Fingerprint, RequestId, SessionId
+from shm_store.wire import HeldCharge
+
+
+def recovered(turn: Turn, event: Recovered) -> None:
+    """Take over what another coordinator has left. The first event of a ledger, or none."""
+    ledger = turn.ledger
+    ledger.pins = dict.fromkeys(event.pins)
+    ledger.draining = event.draining
+    for pool, limit_bytes in event.limits_bytes.items():
+        if pool in ledger.pools:
+            ledger.pools[pool].limit_bytes = limit_bytes
+    for session, pid in event.sessions:
+        ledger.sessions[session] = Session(
+            session, pid, "", "", "worker", connected=False, silent=True
+        )
+    ledger.awaited = dict.fromkeys(session for session, _ in event.sessions)
+    if event.others:
+        ledger.awaited[SessionId(0)] = None
+    ledger.awaited_until_s = turn.now_s + event.patience_s
+    # Of two of one key the newer was about to retire the other.
+    for offer in sorted(event.segments, key=lambda offer: offer.gen, reverse=True):
+        known = ledger.ready(offer.key)
+        turn.adopt(offer, State.READY if known is None else State.RETIRED)
+    _end_if_complete(turn)
+
+
+def resumed(turn: Turn, event: Resumed) -> None:
+    """A session is connected, again or for the first time, and has said all that it has."""
+    ledger = turn.ledger
+    session = ledger.sessions[event.session]
+    session.connected, session.silent = True, False
+    session.name, session.device = event.name, event.device
+    stated = {offer.gen for offer in event.maps} | {held.gen for held in event.charges}
+    for gen in [gen for gen in session.leases if gen not in stated]:
+        turn.end_lease(session.id, ledger.generations[gen])
+    fills = {offer.gen for offer in event.fills}
+    for generation in ledger.owned_by(session.id):
+        if generation.id not in fills and not generation.sealing:
+            admission.abandon(turn, generation, None, died=False)
+    for offer in event.maps:
+        _mapped(turn, session.id, offer)
+    for charge in event.charges:
+        _charged(turn, session.id, charge)
+    for offer in event.fills:
+        _filling(turn, session.id, offer)
+    heard(turn, session.id)
+
+
+def heard(turn: Turn, session: SessionId) -> None:
+    """A session has resumed, or ended: it is awaited no more."""
+    if turn.ledger.awaited:
+        turn.ledger.awaited.pop(session, None)
+        _end_if_complete(turn)
+
+
+def expire(turn: Turn) -> None:
+    """Wait for the silent no longer. What they have comes back when they do."""
+    until_s = turn.ledger.awaited_until_s
+    if until_s is not None and until_s <= turn.now_s:
+        turn.ledger.awaited = {}
+        _end_if_complete(turn)
+
+
+def _end_if_complete(turn: Turn) -> None:
+    """Once nobody is awaited: free what nobody has, and load what nobody offered."""
+    ledger = turn.ledger
+    if ledger.awaited:
+        return
+    ledger.awaited_until_s = None
+    for generation in list(ledger.generations.values()):
+        if generation.state is State.RETIRED:
+            turn.settle_retired(generation)
+        elif generation.held:
+            admission.start(turn, generation)
+
+
+# --- what is stated -------------------------------------------------------------------------------
+
+
+def _mapped(turn: Turn, session: SessionId, offer: Offer) -> None:
+    """A process has `offer` mapped, so it is leased, whatever the table said of it."""
+    generation = turn.ledger.generations.get(offer.gen)
+    if generation is None:
+        generation = _adopt_sealed(turn, offer)
+    elif generation.state is State.FILLING:
+        lifecycle.sealed(turn, generation)  # nobody maps it before its COMMIT
+    turn.lease(session, offer.lease, generation)
+
+
+def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:
+    generation = turn.ledger.generations.get(held.gen)
+    if generation is None:
+        offer = Offer(held.gen, held.lease, held.key, Fingerprint(""), held.size_bytes)
+        generation = turn.adopt(offer, State.READY, pool=held.pool, private=True)
+    turn.lease(session, held.lease, generation)
+
+
+def _filling(turn: Turn, session: SessionId, offer: Offer) -> None:
+    """A process fills `offer`, or has committed it, and waits for the answer."""
+    ledger = turn.ledger
+    generation = ledger.generations.get(offer.gen)
+    if generation is None:
+        generation = _adopt_sealed(turn, offer) if offer.sealed else _adopt_fill(turn, offer)
+    elif _fills(generation) not in (None, session):
+        refusal = ProtocolViolation(f"{offer.key!r} is filled by another process")
+        turn.refuse(session, RequestId(offer.lease), refusal)
+        return
+    rid = RequestId(offer.lease)
+    request = Request(session, rid, offer.key, offer.fingerprint, None, 0.0, turn.now_s)
+    turn.ask(request, generation)
+    if generation.state is State.FILLING:
+        if not generation.sealing:
+            generation.owner = request
+    else:
+        turn.grant(request, generation)
+
+
+def _adopt_sealed(turn: Turn, offer: Offer) -> Generation:
+    """Take in a sealed segment: READY only while it could have been all along."""
+    ledger = turn.ledger
+    if not ledger.awaited or ledger.ready(offer.key) or _filled(ledger, offer):
+        return turn.adopt(offer, State.RETIRED)
+    generation = turn.adopt(offer, State.READY)
+    _seat_held(turn, offer)
+    return generation
+
+
+def _adopt_fill(turn: Turn, offer: Offer) -> Generation:
+    """Take in a fill. Of several of one key the newest goes on to be READY."""
+    ledger = turn.ledger
+    ready, other = ledger.ready(offer.key), _filled(ledger, offer)
+    newer = [known for known in (ready, other) if known is not None and known.id > offer.gen]
+    same = ready is not None and ready.fingerprint == offer.fingerprint
+    doomed = bool(newer) or same
+    if other is not None and not doomed:
+        other.doomed = True
+        admission.settle_unasked(turn, other)
+    generation = turn.adopt(offer, State.FILLING, doomed=doomed)
+    if not doomed:
+        _seat_held(turn, offer)
+    return generation
+
+
+def _filled(ledger: Ledger, offer: Offer) -> Generation | None:
+    """Return the fill of the key that has begun, and will be READY."""
+    running = ledger.filling(offer.key)
+    return None if running is None or running.held else running
+
+
+def _fills(generation: Generation) -> SessionId | None:
+    """Return the session that has the ticket of a generation."""
+    owner = generation.owner
+    return owner.session if isinstance(owner, Request) else None
+
+
+def _seat_held(turn: Turn, offer: Offer) -> None:
+    """Those who waited whether somebody would offer it get it now."""
+    for generation in list(turn.ledger.by_key.get(offer.key, ())):
+        if generation.held:
+            admission.abandon(turn, generation, None, died=False)

@@ -1,0 +1,125 @@
+"""What a session says behind its RESUME that it has, and how much of that is believed.
+
+A segment says itself what it is: its preamble is sealed. So an fd that comes along is only taken
+for the generation that is named in it, whole, sealed, and with the inode of the one we have.
+"""
+
+from __future__ import annotations
+
+import os
+
+from coordinator.fd_limit import FOR_SEGMENTS, exhausted, reserved
+from coordinator.ledger.events import Offer, Resumed
+from coordinator.segment_table import SegmentTable
+from shm_store import segment
+from shm_store.channel import close_all
+from shm_store.errors import ProtocolViolation, SegmentRefused
+from shm_store.keys import GenerationId, LeaseId, SessionId
+from shm_store.layout import PAGE_BYTES
+from shm_store.wire import Held, HeldCharge, HeldFill, HeldMap, Resume
+
+HELD_LIMIT = 1 << 16
+
+
+class Statement:
+    """A RESUME and what came behind it so far. Owns the segments that came along."""
+
+    def __init__(self, resume: Resume, segments: SegmentTable) -> None:
+        """Begin with a RESUME.
+
+        Raises:
+            ProtocolViolation: it announces more than anybody has.
+        """
+        if resume.held > HELD_LIMIT:
+            raise ProtocolViolation(f"a session that has {resume.held} things")
+        self.resume = resume
+        self._segments = segments
+        self._maps: list[Offer] = []
+        self._fills: list[Offer] = []
+        self._charges: list[HeldCharge] = []
+        self._fds: dict[GenerationId, int] = {}
+        self.gens: set[GenerationId] = set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.gens) == self.resume.held
+
+    def take(self, held: Held, fds: list[int]) -> None:
+        """Take one thing that the session has. What is kept of `fds` is taken out of it.
+
+        Raises:
+            ProtocolViolation: it is not what belongs here.
+            SegmentRefused: the segment is not the one that it is said to be.
+            FdsExhausted: there is no fd for it.
+        """
+        if len(fds) > (not isinstance(held, HeldCharge)):
+            raise ProtocolViolation(f"{len(fds)} fds came with {type(held).__name__}")
+        if held.gen in self.gens:
+            raise ProtocolViolation(f"{held.gen} was stated twice")
+        self.gens.add(held.gen)
+        match held:
+            case HeldMap(gen, lease):
+                self._maps.append(self._sealed(gen, lease, fds))
+            case HeldFill(gen, rid) if fds and not segment.is_sealed(fds[0]):
+                self._fills.append(self._unsealed(held, fds))
+            case HeldFill(gen, rid):
+                self._fills.append(self._sealed(gen, LeaseId(rid), fds))
+            case HeldCharge():
+                self._charges.append(held)
+
+    def event(self, session: SessionId) -> Resumed:
+        """Return all of it, and hand the segments over to the table."""
+        for gen, fd in self._fds.items():
+            self._segments.adopt(gen, fd)
+        self._fds = {}
+        return Resumed(
+            session,
+            self.resume.name,
+            self.resume.device,
+            tuple(self._maps),
+            tuple(self._fills),
+            tuple(self._charges),
+        )
+
+    def close(self) -> None:
+        """Close what nobody has taken over."""
+        close_all(list(self._fds.values()))
+        self._fds = {}
+
+    def _sealed(self, gen: GenerationId, lease: LeaseId, fds: list[int]) -> Offer:
+        fd = self._known(gen, fds)
+        preamble = segment.read_preamble(fd)
+        if preamble.gen != gen:
+            raise SegmentRefused(f"a segment offered as {gen} says that it is {preamble.gen}")
+        size_bytes = os.fstat(fd).st_size
+        self._keep(gen, fd, fds)
+        return Offer(gen, lease, preamble.key, preamble.fingerprint, size_bytes)
+
+    def _unsealed(self, held: HeldFill, fds: list[int]) -> Offer:
+        fd = self._known(held.gen, fds)
+        size_bytes = os.fstat(fd).st_size
+        if not segment.is_fixed(fd) or not size_bytes or size_bytes % PAGE_BYTES:
+            raise SegmentRefused(f"a segment offered as {held.gen} was not made here")
+        self._keep(held.gen, fd, fds)
+        rid = LeaseId(held.rid)
+        return Offer(held.gen, rid, held.key, held.fingerprint, size_bytes, sealed=False)
+
+    def _known(self, gen: GenerationId, fds: list[int]) -> int:
+        """Return the segment to look at: ours, which the one that came must be; or that one."""
+        ours = self._segments.fd(gen)
+        if not fds:
+            if ours is None:
+                raise ProtocolViolation(f"the segment of {gen} is unknown, and did not come along")
+            return ours
+        if ours is not None and not os.path.samestat(os.fstat(ours), os.fstat(fds[0])):
+            raise SegmentRefused(f"another segment was offered as {gen}")
+        return fds[0]
+
+    def _keep(self, gen: GenerationId, fd: int, fds: list[int]) -> None:
+        """Keep the fd that came, if there is none of that segment."""
+        if self._segments.fd(gen) is not None or gen in self._fds:
+            return
+        if reserved(fd, FOR_SEGMENTS):
+            raise exhausted(f"the segment of {gen} cannot be kept")
+        self._fds[gen] = fd
+        fds.remove(fd)
