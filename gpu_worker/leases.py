@@ -83,7 +83,8 @@ class Leases:
         self._charges: dict[GenerationId, Charge] = {}
 
     def start(self) -> None:
-        """Begin to take grants. Imports torch."""
+        """Begin to take grants. Imports torch, which no load with a timeout is to wait for."""
+        import gpu_worker.tensors  # noqa: F401
         from gpu_worker.mapping import MappingTable
 
         self._mappings = MappingTable(self.keeper.queue)

@@ -248,9 +248,9 @@ class Worker:
         with self._lock:
             gone = self._records.outdate(ask.key, granted.gen)
         self._let_go(gone)
-        from gpu_worker import mapping
+        from gpu_worker.tensors import tensors
 
-        return mapping.tensors(granted.buffer)
+        return tensors(granted.buffer)
 
     def load(
         self,
