@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 import gpu_worker
-import gpu_worker.mapping
+import gpu_worker.tensors
 from benchmarks import kernel
 from benchmarks.checkpoint import Tensors, read_every_page
 

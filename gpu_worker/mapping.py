@@ -1,4 +1,4 @@
-"""This process's maps of segments, the tensors over them, and how both end.
+"""This process's maps of segments, and how they end.
 
 Rules:
 
@@ -7,9 +7,9 @@ Rules:
 - A map is private and writable: an edit in place stays in this process, as copied pages.
 - A map ends in one order: the last tensor dies, its finalizer *enqueues* the mapping, the keeper
   thread unmaps it, and only then may its lease be released, with the id read then.
-- Each alias group is its own storage, so that saving or resizing a tensor touches that group only.
 
-`MappingTable` is used by a reader thread that must never run torch; only `tensors` does.
+`MappingTable` is used by a reader thread that must never run torch, so nothing here knows torch:
+tensors over a map are made in `tensors`.
 
     Note on finalizers
     fact: a finalizer runs in whatever thread dropped the last reference, inside any lock, and even
@@ -41,9 +41,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
-from gpu_worker.dtypes import torch_dtype
 from gpu_worker.records import Asked
 from shm_store import segment
 from shm_store.errors import (
@@ -54,15 +51,8 @@ from shm_store.errors import (
     WeightCacheError,
 )
 from shm_store.keys import GenerationId, Key, LeaseId
-from shm_store.layout import (
-    ALIGNMENT_BYTES,
-    HUGE_PAGE_BYTES,
-    ITEM_BYTES,
-    PAGE_BYTES,
-    extent_elements,
-    round_up,
-)
-from shm_store.manifest import GroupEntry, Manifest, TensorEntry
+from shm_store.layout import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from shm_store.manifest import Manifest
 
 UNMAP_STEP_BYTES = 64 * 1024 * 1024
 """One munmap of 2 GB stalls the process's other threads for 100 ms; this much, for about 3 ms."""
@@ -355,165 +345,6 @@ def map_segment(fd: int, size_bytes: int) -> Buffer:
     _unmap(reserved, address - reserved)
     _unmap(address + mapped_bytes, reserved + reserved_bytes - address - mapped_bytes)
     return _sized(size_bytes).from_address(address)
-
-
-def entries(buffer: Buffer) -> tuple[TensorEntry, ...]:
-    """Return what the manifest says of each tensor, in state-dict order.
-
-    Raises:
-        SegmentRefused: the manifest cannot be read.
-    """
-    return buffer.content()[0].tensors
-
-
-def tensors(buffer: Buffer) -> dict[str, torch.Tensor]:
-    """Return the state dict of a mapped segment: views of its bytes, in the manifest's order.
-
-    Each alias group is one storage; equal entries are the same tensor. Every tensor, and whatever
-    is made over its storage, keeps the mapping. None requires a gradient.
-
-    Raises:
-        SegmentRefused: the manifest lies about offsets, shapes, strides, groups or dtypes.
-        PlatformUnsupported: this torch is too old for a dtype the weights use.
-    """
-    manifest, start = buffer.content()
-    try:
-        # Whoever gets them next may not be in inference mode, and then could not edit them.
-        with torch.inference_mode(False):
-            state = _build(buffer, manifest, start)
-    except (RuntimeError, ValueError, OverflowError) as error:
-        raise SegmentRefused(f"the manifest describes no tensor: {error}") from error
-    if len(state) != len(manifest.tensors):
-        raise SegmentRefused("the manifest names a tensor twice")
-    return state
-
-
-def _build(buffer: Buffer, manifest: Manifest, start: int) -> dict[str, torch.Tensor]:
-    """The loop that a warm attach spends its time in; `_AliasGroups` does what is not simple."""
-    groups = manifest.groups
-    _check_groups(groups, len(buffer) - start)
-    state: dict[str, torch.Tensor] = {}
-    lone: dict[int, TensorEntry | None] = {}
-    aliases = _AliasGroups(buffer, manifest, start, state, lone)
-    # Layers repeat: most entries find their shape here.
-    known: dict[tuple[int, ...], _Extent] = {}
-    frombuffer, as_strided, count = torch.frombuffer, torch.as_strided, len(groups)
-    for entry in manifest.tensors:
-        shape, strides, group = entry.shape, entry.strides, entry.group
-        extent = known.get(shape)
-        if extent is None or extent[0] != strides or extent[1] != entry.dtype:
-            extent = known[shape] = _extent(entry)
-        _, _, dtype, elements, size_bytes = extent
-        if group < count and group not in lone and elements and not entry.offset_bytes:
-            place = groups[group]
-            if size_bytes == place.size_bytes:
-                lone[group] = entry
-                offset = start + place.offset_bytes
-                flat = frombuffer(buffer, dtype=dtype, count=elements, offset=offset)
-                state[entry.name] = flat if strides == _FLAT else as_strided(flat, shape, strides)
-                continue
-        state[entry.name] = aliases.tensor(entry, extent)
-    return state
-
-
-class _AliasGroups:
-    """Makes the tensors of groups with several members, and all that is not simply a group.
-
-    A group's storage is made once, as bytes; members are views of it, whatever their dtypes.
-    """
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        manifest: Manifest,
-        start: int,
-        state: dict[str, torch.Tensor],
-        lone: dict[int, TensorEntry | None],
-    ) -> None:
-        """Share `state` and `lone` with the loop that calls.
-
-        `lone` gives each group met so far the entry that is all of it and has made its storage, or
-        None if this class made or will make the storage.
-        """
-        self._buffer = buffer
-        self._groups = manifest.groups
-        self._start = start
-        self._state = state
-        self._lone = lone
-        self._bytes: dict[int, torch.Tensor] = {}
-        self._made: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def tensor(self, entry: TensorEntry, extent: _Extent) -> torch.Tensor:
-        """Return the tensor of `entry`. Equal entries get the same one."""
-        if entry.group >= len(self._groups):
-            raise SegmentRefused(f"tensor {entry.name!r} is in group {entry.group}, which is none")
-        if entry.offset_bytes + extent[4] > self._groups[entry.group].size_bytes:
-            raise SegmentRefused(f"tensor {entry.name!r} reaches out of its group")
-        if entry.offset_bytes % ITEM_BYTES[entry.dtype]:
-            raise SegmentRefused(f"tensor {entry.name!r} is not aligned to its elements")
-        first = self._lone.setdefault(entry.group, None)
-        if first is not None:
-            self._made[_identity(first)] = self._state[first.name]
-        identity = _identity(entry)
-        made = self._made.get(identity)
-        if made is None:
-            made = self._made[identity] = self._make(entry, extent)
-        return made
-
-    def _make(self, entry: TensorEntry, extent: _Extent) -> torch.Tensor:
-        _, _, dtype, elements, _ = extent
-        if not elements:
-            # torch makes no storage over no bytes, and there are none to share.
-            return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")
-        item_bytes = ITEM_BYTES[entry.dtype]
-        whole_bytes = self._groups[entry.group].size_bytes // item_bytes * item_bytes
-        items = self._storage(entry.group)[:whole_bytes].view(dtype)
-        offset = entry.offset_bytes // item_bytes
-        return torch.as_strided(items, entry.shape, entry.strides, offset)
-
-    def _storage(self, group: int) -> torch.Tensor:
-        """Return the bytes of a group, as a tensor over the storage all its members share."""
-        found = self._bytes.get(group)
-        if found is None:
-            place, entry = self._groups[group], self._lone[group]
-            if entry is not None:
-                first = self._state[entry.name]
-                count = place.size_bytes // first.itemsize
-                found = torch.as_strided(first, (count,), (1,), 0).view(torch.uint8)
-            else:
-                found = torch.frombuffer(
-                    self._buffer,
-                    dtype=torch.uint8,
-                    count=place.size_bytes,
-                    offset=self._start + place.offset_bytes,
-                )
-            self._bytes[group] = found
-        return found
-
-
-def _identity(entry: TensorEntry) -> tuple[object, ...]:
-    return entry.group, entry.dtype, entry.shape, entry.strides, entry.offset_bytes
-
-
-def _check_groups(groups: tuple[GroupEntry, ...], room_bytes: int) -> None:
-    """Refuse groups that are not aligned, or not within the tensor bytes."""
-    for index, group in enumerate(groups):
-        offset = group.offset_bytes
-        if offset % ALIGNMENT_BYTES or offset + group.size_bytes > room_bytes:
-            raise SegmentRefused(f"group {index} is not aligned, or reaches out of the segment")
-
-
-_FLAT = (1,)
-"""The strides of a contiguous tensor of one dimension, which needs no view of its storage."""
-
-_Extent = tuple[tuple[int, ...], str, torch.dtype, int, int]
-"""Of one shape: strides, dtype, torch's dtype, and the elements and bytes from first to last."""
-
-
-def _extent(entry: TensorEntry) -> _Extent:
-    elements = extent_elements(entry.shape, entry.strides)
-    dtype = torch_dtype(entry.dtype)
-    return entry.strides, entry.dtype, dtype, elements, elements * ITEM_BYTES[entry.dtype]
 
 
 @functools.lru_cache(maxsize=64)

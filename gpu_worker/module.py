@@ -33,9 +33,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_worker import mapping
 from gpu_worker.mapping import Buffer
 from gpu_worker.reentry import owned
+from gpu_worker.tensors import entries, tensors
 from gpu_worker.waits import steps
 from shm_store.errors import ArgumentRefused, LoadTimeout, WeightsMissing, listed
 from shm_store.keys import Key
@@ -92,10 +92,10 @@ def assemble(
     """
     import accelerate  # noqa: F401  # slow, so not under the lock
 
-    state = mapping.tensors(buffer)
+    state = tensors(buffer)
     apart = {
         entry.name: state.pop(entry.name)
-        for entry in mapping.entries(buffer)
+        for entry in entries(buffer)
         if entry.kind is Kind.NON_PERSISTENT_BUFFER
     }
     address = ctypes.addressof(buffer)

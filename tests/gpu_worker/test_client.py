@@ -16,6 +16,7 @@ import torch
 from gpu_worker import mapping
 from gpu_worker.client import DEFAULT_TIMEOUT_S, GRACE_S
 from gpu_worker.request import Ask
+from gpu_worker.tensors import tensors
 from shm_store import segment
 from shm_store.errors import (
     BudgetExceeded,
@@ -90,7 +91,7 @@ class TestGrants:
         """Law 5: not when the last tensor dies, and not before the map is gone."""
         asking, rid = asked()
         coordinator.grant(rid)
-        state = mapping.tensors(asking.result(WAIT_S).buffer)
+        state = tensors(asking.result(WAIT_S).buffer)
         del asking
         assert torch.equal(state["w"], torch.arange(16.0))
         coordinator.in_step(client)
@@ -284,7 +285,7 @@ class TestBuild:
         assert len(segments_open(coordinator)) == 1, "only the test's own is open"
         segment.seal(mine, Preamble(coordinator.gen, KEY, Fingerprint("test")))
         coordinator.send(Grant(rid, coordinator.gen), mine)
-        state = mapping.tensors(asking.result(WAIT_S).buffer)
+        state = tensors(asking.result(WAIT_S).buffer)
         assert torch.equal(state["w"], torch.arange(1000.0))
         assert threads and threads[0] != threading.get_ident()
 

@@ -17,6 +17,7 @@ import torch
 
 from gpu_worker import mapping
 from gpu_worker.mapping import MappingTable
+from gpu_worker.tensors import tensors
 from shm_store import segment
 from shm_store.errors import ForkedProcess, ResourceError, SegmentRefused
 from shm_store.keys import GenerationId, LeaseId
@@ -124,10 +125,10 @@ def test_a_map_costs_no_committed_memory(fd):
 def test_an_edit_in_place_reaches_neither_a_second_map_nor_the_segment(fd):
     with mapped(os.dup(fd)) as mine, mapped(os.dup(fd)) as other:
         before = os.pread(fd, os.fstat(fd).st_size, 0)
-        a = mapping.tensors(mine)["a"]
+        a = tensors(mine)["a"]
         a.mul_(-1)
         assert a[3] == -3
-        assert mapping.tensors(other)["a"][3] == 3
+        assert tensors(other)["a"][3] == 3
         assert os.pread(fd, os.fstat(fd).st_size, 0) == before
 
 
@@ -195,7 +196,7 @@ def test_a_failed_second_step_gives_the_reservation_back(fd, monkeypatch):
 def test_a_grant_is_mapped_and_ends_with_its_last_tensor(keeper, fd):
     buffer = keeper.grant(7, fd)
     assert buffer is not None
-    state = mapping.tensors(buffer)
+    state = tensors(buffer)
     del buffer
     assert keeper.release() == []
     assert len(maps_of(GEN)) == 1
@@ -344,7 +345,7 @@ HOLDERS = {
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_a_map_lives_exactly_as_long_as_what_uses_it(keeper, fd, kind):
     buffer = keeper.grant(7, fd)
-    state = mapping.tensors(buffer)
+    state = tensors(buffer)
     holder = HOLDERS[kind](state)
     del buffer
     state.clear()
@@ -355,7 +356,7 @@ def test_a_map_lives_exactly_as_long_as_what_uses_it(keeper, fd, kind):
 
 def test_copies_do_not_keep_a_map(keeper, fd):
     buffer = keeper.grant(7, fd)
-    state = mapping.tensors(buffer)
+    state = tensors(buffer)
     copies = [copy.deepcopy(state["b"]), state["b"].clone(), torch.nn.Parameter(state["b"] * 1)]
     del buffer
     state.clear()
@@ -427,11 +428,12 @@ atexit.register(check)  # so it runs after every finalizer that runs at exit
 import torch
 from queue import SimpleQueue
 from gpu_worker import mapping
+from gpu_worker.tensors import tensors
 from tests.gpu_worker.sealed import seal
 
 ended = SimpleQueue()
 table = mapping.MappingTable(ended)
-state = mapping.tensors(table.granted("1-1", 1, seal({"a": torch.arange(10)}), True))
+state = tensors(table.granted("1-1", 1, seal({"a": torch.arange(10)}), True))
 """
 
 

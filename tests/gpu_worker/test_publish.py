@@ -12,7 +12,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from gpu_worker import dtypes, mapping, publish
+from gpu_worker import dtypes, publish
+from gpu_worker.tensors import entries, tensors
 from shm_store import segment
 from shm_store.errors import ArgumentRefused, SegmentRefused, TensorRefused
 from shm_store.manifest import Kind, decode_manifest
@@ -118,7 +119,7 @@ def test_a_tensor_comes_out_as_it_went_in(kind):
     """Order, dtype, shape, strides and every bit."""
     weights = KINDS[kind]()
     with mapped(seal(weights)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert list(state) == list(weights)
         for name, tensor in weights.items():
             assert state[name].dtype is tensor.dtype
@@ -144,7 +145,7 @@ def test_every_dtype_comes_out_bit_by_bit(name):
         "part": whole[2:5].t(),
     }
     with mapped(seal(weights)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         for each, tensor in weights.items():
             assert state[each].dtype is dtype
             assert bits(state[each]) == bits(tensor)
@@ -157,7 +158,7 @@ def test_a_tie_comes_out_as_one_tensor_and_costs_once():
     weights = {"a": shared, "other": torch.ones(3), "b": shared.view(8, 4), "t": shared.t()}
     assert data_bytes(weights) == [128, 12]
     with mapped(seal(weights)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert state["a"] is state["b"]
         assert state["t"].data_ptr() == state["a"].data_ptr()
         state["a"].zero_()
@@ -170,7 +171,7 @@ def test_views_that_do_not_overlap_take_their_own_bytes_only():
     assert data_bytes(weights) == [40, 20, 40]
     with mapped(seal(weights)) as buffer:
         assert len(buffer) <= 8192
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert {tensor.untyped_storage().nbytes() for tensor in state.values()} == {40, 20}
         assert state["c"][-1] == 999_999
 
@@ -184,7 +185,7 @@ def test_an_alias_group_takes_only_the_bytes_between_its_ends():
     weights = {"floats": storage[11:20], "doubles": words[7:9]}
     assert data_bytes(weights) == [40]
     with mapped(seal(weights)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         for name, tensor in weights.items():
             assert bits(state[name]) == bits(tensor)
 
@@ -205,7 +206,7 @@ def test_gaps_are_not_held(view):
     clone = tensor.clone()
     assert data_bytes({"t": tensor}) == [clone.numel() * 4]
     with mapped(seal({"t": tensor})) as buffer:
-        held = mapping.tensors(buffer)["t"]
+        held = tensors(buffer)["t"]
         assert held.stride() == clone.stride()
         assert torch.equal(held, clone)
 
@@ -214,7 +215,7 @@ def test_an_expanded_column_keeps_its_expansion_but_not_its_gaps():
     tensor = big_storage()[:4096].view(64, 64)[:, 3:4].expand(64, 50)
     assert data_bytes({"t": tensor}) == [256]
     with mapped(seal({"t": tensor})) as buffer:
-        held = mapping.tensors(buffer)["t"]
+        held = tensors(buffer)["t"]
         assert held.stride() == (1, 0)
         assert torch.equal(held, tensor)
 
@@ -227,7 +228,7 @@ def test_two_storages_over_the_same_memory_are_one_group():
     }
     assert data_bytes(weights) == [64]
     with mapped(seal(weights)) as buffer:
-        assert bytes(mapping.tensors(buffer)["long"].tolist()) == bytes(range(8, 64))
+        assert bytes(tensors(buffer)["long"].tolist()) == bytes(range(8, 64))
 
 
 def test_a_module_comes_out_with_its_kinds_and_ties():
@@ -244,13 +245,13 @@ def test_a_module_comes_out_with_its_kinds_and_ties():
     model = Model()
     expected = {**model.state_dict(), "table": model.table}
     with mapped(seal(model)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert list(state) == list(expected)
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor)
         assert state["head.weight"] is state["emb.weight"]
         assert state["again.running_var"] is state["norm.running_var"]
-        kinds = {entry.name: entry.kind for entry in mapping.entries(buffer)}
+        kinds = {entry.name: entry.kind for entry in entries(buffer)}
     assert kinds["emb.weight"] is kinds["head.weight"] is Kind.PARAMETER
     assert kinds["norm.num_batches_tracked"] is Kind.BUFFER
     assert kinds["table"] is Kind.NON_PERSISTENT_BUFFER
@@ -266,7 +267,7 @@ def test_a_default_device_elsewhere_does_not_change_what_is_written():
     with torch.device("meta"):
         fd = seal({"t": tensor})
     with mapped(fd) as buffer:
-        assert bits(mapping.tensors(buffer)["t"]) == bits(tensor)
+        assert bits(tensors(buffer)["t"]) == bits(tensor)
 
 
 DTYPES = st.sampled_from(
@@ -301,7 +302,7 @@ def tables(draw):
 def test_any_table_comes_out_with_its_bits_and_its_aliases(weights):
     """Whatever shares bytes before shares them after, and nothing else does."""
     with mapped(seal(weights)) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert list(state) == list(weights)
         for name, tensor in weights.items():
             assert (state[name].dtype, state[name].shape) == (tensor.dtype, tensor.shape)

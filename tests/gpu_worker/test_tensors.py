@@ -11,7 +11,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from gpu_worker import dtypes, mapping
+from gpu_worker import dtypes
+from gpu_worker.tensors import entries, tensors
 from shm_store import segment
 from shm_store.errors import PlatformUnsupported, SegmentRefused
 from shm_store.layout import ITEM_BYTES, contiguous_strides
@@ -47,7 +48,7 @@ def test_a_dtype_that_an_older_torch_lacks_is_refused_by_name(monkeypatch):
         mapped(seal_manifest([entry(dtype="F4")], [GroupEntry(0, 4)])) as buffer,
         pytest.raises(PlatformUnsupported, match="float4_e2m1fn_x2") as caught,
     ):
-        mapping.tensors(buffer)
+        tensors(buffer)
     assert caught.value.remedy == "install a newer torch"
 
 
@@ -68,7 +69,7 @@ def small_and_big():
 
 
 def test_saving_or_copying_a_small_tensor_takes_its_own_bytes_only(small_and_big):
-    small = mapping.tensors(small_and_big)["small"]
+    small = tensors(small_and_big)["small"]
     saved = io.BytesIO()
     torch.save(small, saved)
     assert len(saved.getvalue()) < 4096
@@ -78,7 +79,7 @@ def test_saving_or_copying_a_small_tensor_takes_its_own_bytes_only(small_and_big
 
 
 def test_each_tensor_is_the_whole_of_its_storage(small_and_big):
-    for tensor in mapping.tensors(small_and_big).values():
+    for tensor in tensors(small_and_big).values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
         assert tensor.storage_offset() == 0
         assert tensor.data_ptr() % 64 == 0
@@ -88,12 +89,12 @@ def test_each_tensor_is_the_whole_of_its_storage(small_and_big):
 
 def test_tensors_lie_in_the_map(small_and_big):
     address = ctypes.addressof(small_and_big)
-    for tensor in mapping.tensors(small_and_big).values():
+    for tensor in tensors(small_and_big).values():
         assert tensor.data_ptr() in range(address, address + len(small_and_big))
 
 
 def test_growing_a_tensor_does_not_walk_over_its_neighbour(small_and_big):
-    state = mapping.tensors(small_and_big)
+    state = tensors(small_and_big)
     with pytest.raises(RuntimeError):
         state["small"].resize_(500)
     assert torch.equal(state["big"], torch.ones(2_000_000))
@@ -101,7 +102,7 @@ def test_growing_a_tensor_does_not_walk_over_its_neighbour(small_and_big):
 
 def test_sharing_a_tensor_moves_it_alone(small_and_big):
     """As torch.multiprocessing does with what it sends."""
-    state = mapping.tensors(small_and_big)
+    state = tensors(small_and_big)
     state["small"].share_memory_()
     assert state["small"].is_shared()
     assert state["small"].untyped_storage().nbytes() == 1536
@@ -112,7 +113,7 @@ def test_sharing_a_tensor_moves_it_alone(small_and_big):
 def test_tensors_made_in_inference_mode_can_be_edited_outside_of_it(small_and_big):
     """They may be cached, and handed to a caller that is not in that mode."""
     with torch.inference_mode():
-        state = mapping.tensors(small_and_big)
+        state = tensors(small_and_big)
     assert not state["small"].is_inference()
     state["small"].add_(1)
     assert state["small"][0] == 1
@@ -121,7 +122,7 @@ def test_tensors_made_in_inference_mode_can_be_edited_outside_of_it(small_and_bi
 def test_a_default_device_does_not_move_the_weights():
     with mapped(seal({"none": torch.empty(0, 3), "a": torch.ones(2, 2)})) as buffer:
         with torch.device("meta"):
-            state = mapping.tensors(buffer)
+            state = tensors(buffer)
         assert {tensor.device.type for tensor in state.values()} == {"cpu"}
 
 
@@ -129,9 +130,9 @@ def test_entries_say_what_each_tensor_was():
     module = torch.nn.BatchNorm1d(3)
     module.register_buffer("scratch", torch.ones(2), persistent=False)
     with mapped(seal(module)) as buffer:
-        kinds = {entry.name: entry.kind for entry in mapping.entries(buffer)}
-        assert list(kinds) == list(mapping.tensors(buffer))
-        assert mapping.entries(buffer) is mapping.entries(buffer)
+        kinds = {entry.name: entry.kind for entry in entries(buffer)}
+        assert list(kinds) == list(tensors(buffer))
+        assert entries(buffer) is entries(buffer)
     assert kinds == {
         "weight": Kind.PARAMETER,
         "bias": Kind.PARAMETER,
@@ -156,7 +157,7 @@ def test_members_of_a_group_share_one_storage_whatever_their_dtypes():
         entry("expanded", "F32", (5, 2), (0, 1), 0, 4),
     ]
     with mapped(seal_manifest(entries, [GroupEntry(64, 12)])) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert len({storage_of(tensor) for tensor in state.values()}) == 1
         assert {tensor.untyped_storage().nbytes() for tensor in state.values()} == {12}
         assert state["again"] is state["floats"]
@@ -174,7 +175,7 @@ def test_members_of_a_group_share_one_storage_whatever_their_dtypes():
 def test_a_group_that_begins_with_a_part_of_it_is_one_storage_too():
     entries = [entry("part", "F32", (2,), (2,)), entry("whole", "F32", (4,), (1,))]
     with mapped(seal_manifest(entries, [GroupEntry(0, 16)])) as buffer:
-        state = mapping.tensors(buffer)
+        state = tensors(buffer)
         assert storage_of(state["part"]) == storage_of(state["whole"])
         state["part"].fill_(1.5)
         assert state["whole"][::2].tolist() == [1.5, 1.5]
@@ -235,7 +236,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_that_lies_is_refused(lie):
     with mapped(seal_manifest(*LIES[lie])) as buffer, pytest.raises(SegmentRefused):
-        mapping.tensors(buffer)
+        tensors(buffer)
 
 
 def test_a_manifest_longer_than_its_segment_is_refused():
@@ -244,7 +245,7 @@ def test_a_manifest_longer_than_its_segment_is_refused():
     segment.write_at(fd, (1 << 40).to_bytes(8, "little"), 4096)
     segment.seal(fd, PREAMBLE)
     with mapped(fd) as buffer, pytest.raises(SegmentRefused, match="exceeds its segment"):
-        mapping.tensors(buffer)
+        tensors(buffer)
 
 
 NEAR = st.sampled_from([0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 64, 1 << 20, (1 << 50) - 1])
@@ -294,7 +295,7 @@ def test_whatever_a_manifest_says_no_tensor_leaves_its_group(table):
     entries, groups = table
     with mapped(seal_manifest(entries, groups)) as buffer:
         try:
-            state = mapping.tensors(buffer)
+            state = tensors(buffer)
         except SegmentRefused:
             return
         start = ctypes.addressof(buffer) + buffer.content()[1]
