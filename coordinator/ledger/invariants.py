@@ -43,7 +43,8 @@ def _room(ledger: Ledger) -> list[str]:
         if used != pool.in_use_bytes:
             found.append(f"pool {pool.name!r} holds {used} bytes and says {pool.in_use_bytes}")
         head = pool.waiting()[0] if pool.queue else None
-        if head is not None and pool.in_use_bytes + head.size_bytes <= pool.limit_bytes:
+        fits = head is not None and pool.in_use_bytes + head.size_bytes <= pool.limit_bytes
+        if head is not None and fits and not ledger.awaited:
             found.append(f"{head.id} waits for room and fits")
         for generation in pool.queue:
             if generation.state is not State.OPEN or generation.queued_s is None:
@@ -74,7 +75,7 @@ def _leases(ledger: Ledger) -> list[str]:
             found.append(f"private {generation.id} has {len(generation.leases)} holders")
         if generation.leases and generation.state not in LEASABLE:
             found.append(f"{generation.id} is {generation.state.value} and leased")
-        if generation.state is State.RETIRED and not generation.leases:
+        if generation.state is State.RETIRED and not (generation.leases or ledger.awaited):
             found.append(f"{generation.id} is retired and nobody leases it")
         for session, lease in generation.leases.items():
             known = ledger.sessions.get(session)
@@ -116,6 +117,8 @@ def _owners(ledger: Ledger) -> list[str]:
     for generation in ledger.generations.values():
         if (generation.owner is not None) != (generation.state in RUNNING):
             found.append(f"{generation.id} is {generation.state.value}: {generation.owner}")
+        if generation.held and not (ledger.awaited and generation.state is State.OPEN):
+            found.append(f"{generation.id} is held, and nobody is awaited")
         owner = generation.owner
         builder = owner.session if isinstance(owner, Request) and not generation.sealing else None
         if builder is not None and builder not in ledger.sessions:

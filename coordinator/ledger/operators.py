@@ -121,6 +121,8 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
 
 def settle_invalidations(turn: Turn) -> None:
     """Answer those whose holders have all heard of it, or have ended."""
+    if turn.ledger.awaited:
+        return  # those may have it, too
     waiting = []
     for invalidating in turn.ledger.invalidations:
         invalidating.retired = [

@@ -137,7 +137,8 @@ def _filling(turn: Turn, session: SessionId, offer: Offer) -> None:
 def _adopt_sealed(turn: Turn, offer: Offer) -> Generation:
     """Take in a sealed segment: READY only while it could have been all along."""
     ledger = turn.ledger
-    if not ledger.awaited or ledger.ready(offer.key) or _filled(ledger, offer):
+    taken = ledger.ready(offer.key) or _filled(ledger, offer)
+    if not ledger.awaited or taken or _invalidated(ledger, offer):
         return turn.adopt(offer, State.RETIRED)
     generation = turn.adopt(offer, State.READY)
     _seat_held(turn, offer)
@@ -150,7 +151,7 @@ def _adopt_fill(turn: Turn, offer: Offer) -> Generation:
     ready, other = ledger.ready(offer.key), _filled(ledger, offer)
     newer = [known for known in (ready, other) if known is not None and known.id > offer.gen]
     same = ready is not None and ready.fingerprint == offer.fingerprint
-    doomed = bool(newer) or same
+    doomed = bool(newer) or same or _invalidated(ledger, offer)
     if other is not None and not doomed:
         other.doomed = True
         admission.settle_unasked(turn, other)
@@ -170,6 +171,15 @@ def _fills(generation: Generation) -> SessionId | None:
     """Return the session that has the ticket of a generation."""
     owner = generation.owner
     return owner.session if isinstance(owner, Request) else None
+
+
+def _invalidated(ledger: Ledger, offer: Offer) -> bool:
+    """Say whether its key is being invalidated; if so, that waits for this one too."""
+    waiting = [found for found in ledger.invalidations if found.key == offer.key]
+    for invalidating in waiting:
+        invalidating.known = True
+        invalidating.retired.append(offer.gen)
+    return bool(waiting)
 
 
 def _seat_held(turn: Turn, offer: Offer) -> None:

@@ -191,6 +191,16 @@ class World:
         answer = self.answer(session, rid)
         return answer.cause.code if isinstance(answer, Fail) else None
 
+    def messages(self, session: int, kind: type) -> list:
+        """Every message of one kind that was sent to a session."""
+        return [
+            effect.message
+            for effect in self.log
+            if isinstance(effect, Send)
+            and effect.session == session
+            and isinstance(effect.message, kind)
+        ]
+
     def ticket(self, session: int, rid: int) -> GenerationId | None:
         """The generation of the ticket that request got."""
         for effect in self.log:
