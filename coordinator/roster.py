@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+RESTARTS = 5
+
 
 class Policy(StrEnum):
     """Whether a process that failed is started again."""
@@ -36,7 +38,7 @@ class Rule:
     first_delay_s: float = 0.5
     longest_delay_s: float = 30.0
     healthy_s: float = 10.0
-    restarts: int = 5
+    restarts: int = RESTARTS
     window_s: float = 600.0
 
 
@@ -86,9 +88,8 @@ class Member:
             return GivenUp()
         self._restarted_s = [at_s for at_s in self._restarted_s if now_s - at_s < rule.window_s]
         if len(self._restarted_s) >= rule.restarts:
-            return GivenUp(
-                f"it was restarted {len(self._restarted_s)} times in {_time_text(rule.window_s)}"
-            )
+            times = f"{len(self._restarted_s)} time{'' if len(self._restarted_s) == 1 else 's'}"
+            return GivenUp(f"it was restarted {times} in {_time_text(rule.window_s)}")
         if now_s - self._started_s >= rule.healthy_s:
             self._delay_s = 0.0
         delay_s = min(max(rule.first_delay_s, 2 * self._delay_s), rule.longest_delay_s)
