@@ -163,16 +163,20 @@ def launch(
         ),
     ] = None,
     restart_workers: Annotated[
-        Policy, typer.Option(help="Whether a worker that fails is started again.")
+        Policy,
+        typer.Option(
+            metavar="never|on-failure", help="Whether a worker that fails is started again."
+        ),
     ] = Policy.NEVER,
     restart_coordinator: Annotated[
-        Policy, typer.Option(help="Whether a coordinator that fails is started again.")
+        Policy,
+        typer.Option(
+            metavar="never|on-failure", help="Whether a coordinator that fails is started again."
+        ),
     ] = Policy.ON_FAILURE,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            min=0, max=1_000_000, metavar="N", help="Of one process in ten minutes; then all end."
-        ),
+        typer.Option(min=0, metavar="N", help="Of one process in ten minutes; then all end."),
     ] = RESTARTS,
     grace: Annotated[
         float, typer.Option(metavar="S", help="Seconds between asking processes to end and KILL.")

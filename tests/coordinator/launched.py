@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -44,10 +45,9 @@ class Launched:
         if ignored:
             command = [sys.executable, "-c", IGNORING, str(ignored), *command]
         inherited = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(
             command,
-            text=True,
             cwd=ROOT,
             env={**inherited, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
             **{**streams, "stderr": subprocess.PIPE, **popen},
@@ -90,8 +90,8 @@ class Launched:
 
     @property
     def supervisor(self) -> int:
-        (pid,) = children_of(self.process.pid)
-        return pid
+        """The first child of the front; orphans come later."""
+        return min(children_of(self.process.pid), key=started_at)
 
     @property
     def group(self) -> GroupReport:
@@ -115,9 +115,14 @@ class Launched:
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def end(self) -> tuple[int, list[str], str]:
-        """Wait for its end; return exit code, further lines and stderr. Nothing may be left."""
+    def end(self, *pidfds: int) -> tuple[int, list[str], str]:
+        """Wait for its end; return exit code, further lines and stderr. Nothing may be left.
+
+        Args:
+            pidfds: of processes that may end a moment later than the process that was started.
+        """
         out, err = self.process.communicate(timeout=WAIT_S)
+        assert all_end(*pidfds)
         assert "Traceback" not in err, err
         assert list(self.folder.glob("weight-cache-*")) == []
         assert [pid for pid in self.family if runs(pid)] == []
@@ -129,14 +134,39 @@ class Launched:
             for pid in descendants_of(self.process.pid):
                 os.kill(pid, signal.SIGKILL)
             self.process.kill()
-        if not all(stream is None or stream.closed for stream in (self.process.stdout,)):
-            self.process.communicate()
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def split(line: str) -> tuple[str, str]:
     found = re.fullmatch(r"\[(worker \d+)\] (.*)", line)
     assert found, line
     return found[1], found[2]
+
+
+def watch(*pids: int) -> list[int]:
+    """Pidfds of processes that are other processes' children."""
+    return [os.pidfd_open(pid) for pid in pids]
+
+
+def all_end(*pidfds: int) -> bool:
+    """Whether all of these processes end in good time. Closes their pidfds."""
+    left = list(pidfds)
+    while left:
+        ended, _, _ = select.select(left, [], [], WAIT_S)
+        if not ended:
+            return False
+        for pidfd in ended:
+            os.close(pidfd)
+            left.remove(pidfd)
+    return True
 
 
 def descendants_of(pid: int) -> set[int]:
