@@ -113,26 +113,31 @@ signal.pause()
 
 
 def test_what_was_said_last_counts(played):
-    """A coordinator that stores and dies in the same moment has stored."""
+    """A coordinator that stores and dies in the same moment has stored, in however many words."""
     launched = played(
         """
 told(json.dumps([content(fd) for fd in found.get("last", ())]))
 if life == 1:
     def last(*_):
-        notify.store("last", [memfd("words")])
+        for word in ("my", "last", "words"):
+            notify.store("last", [memfd(word)])
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGUSR1, last)
-"""
+""",
+        setup="""
+from coordinator.notify_socket import NotifySocket
+NotifySocket.hear.__defaults__ = (1,)  # of more than it reads at once
+""",
     )
     assert told(launched) == []
     launched.up(1)
     supervisor, coordinator = launched.supervisor, launched.coordinator
-    os.kill(supervisor, signal.SIGSTOP)  # so that both are there when it looks
+    os.kill(supervisor, signal.SIGSTOP)  # so that all is there when it looks
     os.kill(coordinator, signal.SIGUSR1)
     while runs(coordinator):
         pass  # until it is a zombie
     os.kill(supervisor, signal.SIGCONT)
-    assert told(launched) == ["words"]
+    assert told(launched) == ["my", "last", "words"]
     launched.send(signal.SIGTERM)
     launched.end()
 
