@@ -441,12 +441,17 @@ def demo(
 
 
 def _operator(socket: str | None, command: str) -> Operator:
+    from coordinator.group_file import read_group
     from coordinator.operator import Operator
 
+    path = socket_path(socket)
     try:
-        return Operator.connect(socket_path(socket), command)
+        return Operator.connect(path, command)
     except NoCoordinator as error:
-        if socket is None and not os.environ.get(SOCKET_VARIABLE):
+        group = read_group(path)
+        if group is not None and not group.ending:
+            error.remedy = f"`weight-cache launch` (pid {group.pid}) starts it again: try again"
+        elif socket is None and not os.environ.get(SOCKET_VARIABLE):
             # The coordinators of `launch` are elsewhere, each on a path of its own.
             error.remedy += ", or give the --socket that `weight-cache launch` printed"
         raise

@@ -113,6 +113,16 @@ def test_people_read_who_runs_and_who_failed():
     ]
 
 
+def test_who_finds_no_coordinator_hears_that_it_comes_back(path, run_here):
+    with GroupFile(path) as file:
+        file.write(GROUP)
+        code, _, err = run_here("status", socket=path)
+        assert code == 6 and "`weight-cache launch` (pid 7) starts it again: try again" in err
+        file.write(GroupReport(7, True, ()))
+        code, _, err = run_here("status", socket=path)
+        assert code == 6 and "try again" not in err
+
+
 @pytest.mark.process
 def test_status_shows_the_group(launch):
     launched = launch("--workers", "2", worker=f"{HELLO}; {WAITS}")
