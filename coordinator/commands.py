@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from coordinator.cli import run_coordinator
+from coordinator.roster import RESTARTS, Policy, Rule
 from shm_store.errors import ArgumentRefused, LoadTimeout, NoCoordinator
 from shm_store.keys import parse_key
 from shm_store.paths import SOCKET_VARIABLE, socket_path
@@ -35,7 +36,7 @@ Exit codes:
   6  no coordinator answers, it went away, or another one has the socket
   7  this system lacks something
   130  interrupted
-`launch` exits with the code of the first worker that fails (128 + N for signal N)."""
+`launch` exits with the code of the first process that fails for good (128 + N for signal N)."""
 
 TIMEOUT_LIMIT_S = 1e9
 DRAIN_TIMEOUT_S = 60.0
@@ -145,8 +146,40 @@ def launch(
         ),
     ] = None,
     ram_budget: RamBudget = None,
+    limits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Limits of pools, a line `ram 20GiB` for each. HUP has it read again.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="WEIGHT_CACHE_DEVICE of worker 0, 1 and so on, such as cuda:0,cuda:1.",
+            show_default=False,
+        ),
+    ] = None,
+    restart_workers: Annotated[
+        Policy,
+        typer.Option(
+            metavar="never|on-failure", help="Whether a worker that fails is started again."
+        ),
+    ] = Policy.NEVER,
+    restart_coordinator: Annotated[
+        Policy,
+        typer.Option(
+            metavar="never|on-failure", help="Whether a coordinator that fails is started again."
+        ),
+    ] = Policy.ON_FAILURE,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Of one process in ten minutes; then all end."),
+    ] = RESTARTS,
     grace: Annotated[
-        float, typer.Option(metavar="S", help="Seconds between asking workers to end and KILL.")
+        float, typer.Option(metavar="S", help="Seconds between asking processes to end and KILL.")
     ] = 10.0,
 ) -> None:
     """Start a coordinator and N workers that run CMD.
@@ -154,20 +187,24 @@ def launch(
     Options of CMD come after `--`, or after its first word.
 
     All end together. Workers find WEIGHT_CACHE_SOCKET, WEIGHT_CACHE_RANK and
-    WEIGHT_CACHE_WORLD_SIZE in their environment. Signals are passed on to them. INT and TERM ask
-    the group to end; the second one kills.
+    WEIGHT_CACHE_WORLD_SIZE in their environment, and what they write is shown with their name.
+    Signals are passed on to them, but for HUP with --limits. INT and TERM ask the group to end; the
+    second one kills.
     """
     from coordinator import supervisor
     from coordinator.memory import parse_size
+    from coordinator.plan import Plan
 
-    if ram_budget is not None:
-        parse_size(ram_budget)
-    plan = supervisor.Plan(
+    plan = Plan(
         command=tuple(command),
         workers=workers,
         socket=None if socket is None else socket_path(socket),
-        ram_budget=ram_budget,
+        ram_budget_bytes=None if ram_budget is None else parse_size(ram_budget),
+        limits=limits,
+        devices=_devices(devices),
         grace_s=_seconds("--grace", grace),
+        worker_rule=Rule(restart_workers, restarts=max_restarts),
+        coordinator_rule=Rule(restart_coordinator, restarts=max_restarts),
     )
     sys.exit(supervisor.launch(plan))
 
@@ -178,16 +215,23 @@ def status(
     socket: Socket = None,
 ) -> None:
     """Say what is held, by whom, and what it costs."""
+    from coordinator.group_file import group_lines, read_group
+
     with _operator(socket, "status") as operator:
         report = operator.status()
+    path = socket_path(socket)
+    group = read_group(path)
     if json:
         import msgspec
 
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        shown = {**msgspec.to_builtins(report), "group": msgspec.to_builtins(group)}
+        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
     else:
-        from coordinator.display import show_status
+        from coordinator.display import plain, show_status
 
-        show_status(report, socket_path(socket))
+        show_status(report, path)
+        for line in [] if group is None else ["", *group_lines(group)]:
+            print(plain(line))
 
 
 @app.command(cls=PlainCommand)
@@ -397,15 +441,31 @@ def demo(
 
 
 def _operator(socket: str | None, command: str) -> Operator:
+    from coordinator.group_file import read_group
     from coordinator.operator import Operator
 
+    path = socket_path(socket)
     try:
-        return Operator.connect(socket_path(socket), command)
+        return Operator.connect(path, command)
     except NoCoordinator as error:
-        if socket is None and not os.environ.get(SOCKET_VARIABLE):
+        group = read_group(path)
+        if group is not None and not group.ending:
+            error.remedy = f"`weight-cache launch` (pid {group.pid}) starts it again: try again"
+        elif socket is None and not os.environ.get(SOCKET_VARIABLE):
             # The coordinators of `launch` are elsewhere, each on a path of its own.
             error.remedy += ", or give the --socket that `weight-cache launch` printed"
         raise
+
+
+def _devices(text: str | None) -> tuple[str, ...]:
+    names = () if text is None else tuple(text.split(","))
+    for name in names:
+        if not name.isprintable() or name != name.strip() or not name:
+            raise ArgumentRefused(
+                f"--devices {text!r} has a name that is none",
+                remedy="write names with commas between them, such as cuda:0,cuda:1",
+            )
+    return names
 
 
 def _seconds(option: str, seconds: float) -> float:

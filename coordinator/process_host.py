@@ -14,10 +14,39 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ERRNO_LIMIT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Leash:
+    """What ties a child's life to ours, and what it finds at its start; see `coordinator.leash`.
+
+    Attributes:
+        number: the signal that the kernel sends it when this process has ended.
+        fds: what it finds at fd 3 and on, with LISTEN_PID; the other variables are the caller's.
+        fds_limit: its soft limit of open files; None leaves ours.
+    """
+
+    number: int
+    fds: tuple[int, ...] = ()
+    fds_limit: int | None = None
+
+    def command(self, command: Sequence[str], errors: int) -> list[str]:
+        """Return the command line that becomes `command`, or writes an errno to the fd `errors`."""
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "leash.py")
+        fds_limit = self.fds_limit
+        if fds_limit is None:
+            fds_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        numbers = [os.getpid(), int(self.number), fds_limit, errors]
+        fds = ",".join(map(str, self.fds))
+        return [sys.executable, "-I", "-S", path, *map(str, numbers), fds, *command]
 
 
 class Child:
@@ -33,25 +62,43 @@ class Child:
         stderr: int | None = None,
         env: Mapping[str, str] | None = None,
         own_group: bool = False,
+        leash: Leash | None = None,
     ) -> None:
         """Start `command`. Arguments as those of `subprocess.Popen`.
 
         Args:
             own_group: signals to our process group, as from a terminal, do not reach it; ours go
                 to all of its own, so that what a shell started for it ends too.
+            leash: end it when this process ends. That `command` cannot be run is then known when it
+                is reaped.
 
         Raises:
             OSError: it cannot be started; nothing runs.
         """
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=pass_fds,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=env,
-            process_group=0 if own_group else None,
-        )
+        self.never_ran: OSError | None = None
+        """Why a child on a leash did not become its command; known once it is reaped."""
+        self._errors = -1
+        theirs = -1
+        if leash is not None:
+            self._errors, theirs = os.pipe()
+            command = leash.command(command, theirs)
+            pass_fds = (*pass_fds, theirs, *leash.fds)
+        try:
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=pass_fds,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=env,
+                process_group=0 if own_group else None,
+            )
+        except OSError:
+            self._close_errors()
+            raise
+        finally:
+            if theirs >= 0:
+                os.close(theirs)
         self._own_group = own_group
         self.sent = 0
         """The last signal from here: an end by it is no news."""
@@ -60,6 +107,7 @@ class Child:
         except OSError:
             self.process.kill()
             self.process.wait()
+            self._close_errors()
             raise
 
     def send(self, number: int) -> None:
@@ -87,7 +135,22 @@ class Child:
         code = self.process.wait()
         os.close(self.pidfd)
         self.pidfd = -1
+        if self._errors >= 0:
+            # Not to be waited for: somebody whom it started before its exec might have it too.
+            os.set_blocking(self._errors, False)
+            try:
+                text = os.read(self._errors, ERRNO_LIMIT_BYTES)
+            except BlockingIOError:
+                text = b""
+            if text:
+                self.never_ran = OSError(int(text), os.strerror(int(text)))
+            self._close_errors()
         return code
+
+    def _close_errors(self) -> None:
+        if self._errors >= 0:
+            os.close(self._errors)
+            self._errors = -1
 
 
 async def ended(child: Child) -> int:

@@ -1,8 +1,13 @@
 """What `weight-cache launch` runs: one coordinator and N workers that live and end together.
 
-One thread, one loop: signals through a wakeup fd, deaths through pidfds, the coordinator's output
-and a drain's answer through their own fds. It signals only processes it started, through their
-pidfds, and returns only when all of them are gone.
+One thread, one loop: signals through a wakeup fd, deaths through pidfds, notices, output and
+answers through their own fds. It signals only processes it started, reaps only those, and returns
+only when all of them are gone. Nobody is waited for: neither a coordinator that is stopped nor
+whoever reads our output.
+
+What fails is started again or ends the group; `roster` says which. The workers are not disturbed
+while there is no coordinator. The end has an order: workers, then what is held, then the
+coordinator; and a deadline for each.
 
     Note on process groups
     fact: a terminal sends INT to its whole foreground process group
@@ -15,24 +20,30 @@ pidfds, and returns only when all of them are gone.
 from __future__ import annotations
 
 import os
-import selectors
+import resource
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
-from types import FrameType
-from typing import IO
+from typing import assert_never
 
+from coordinator import front
+from coordinator.coordinator_host import CoordinatorHost
 from coordinator.display import say, show_error
-from coordinator.operator import Operator
-from coordinator.process_host import Child, ending, exit_code, module_command
-from shm_store.channel import close_all
+from coordinator.fd_limit import raise_fd_limit
+from coordinator.group_file import GroupFile, GroupReport, MemberReport
+from coordinator.limits import read_limits
+from coordinator.loop import Loop, wakeups
+from coordinator.memory import default_ram_budget_bytes
+from coordinator.output import Outlet, OutletText
+from coordinator.plan import Plan
+from coordinator.process_host import ending, exit_code
+from coordinator.roster import Again, Finished, GivenUp, Member
+from coordinator.workers import Worker, Workers
 from shm_store.errors import (
     ArgumentRefused,
     ConnectionLost,
@@ -40,314 +51,346 @@ from shm_store.errors import (
     PlatformUnsupported,
     WeightCacheError,
 )
-from shm_store.paths import SOCKET_VARIABLE
-from shm_store.wire import Drain, Fail
 
-READY_LIMIT_S = 30.0
-DRAIN_SLACK_S = 5.0
-"""How long after a drain's deadline its answer may come."""
-
-READY_MARK = b"weight-cache: ready on "
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """What asks the group to end."""
 FORWARDED = (*ENDING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to launch.
-
-    Attributes:
-        command: of every worker.
-        socket: of the coordinator; None makes a private one, so that groups do not meet.
-        ram_budget: as `serve` takes it.
-        grace_s: between asking processes to end and SIGKILL; also how long the drain at the end
-            waits for processes that are not of this group.
-    """
-
-    command: tuple[str, ...]
-    workers: int = 1
-    socket: str | None = None
-    ram_budget: str | None = None
-    grace_s: float = 10.0
+RAM = "ram"
 
 
 def launch(plan: Plan) -> int:
     """Run the group until it has ended, and return its exit code.
 
-    0 if every worker ended with 0, else the code of the first that did not: 128 + N for signal N.
+    0 if every worker ended with 0 and nothing is held, else that of the first failure which was
+    not followed by a restart: 128 + N for signal N.
 
     Raises:
-        ArgumentRefused: the command cannot be found.
+        ArgumentRefused: the command cannot be found, or the limits cannot be read.
         PlatformUnsupported: no pidfds here.
     """
     if not hasattr(os, "pidfd_open"):
         raise PlatformUnsupported("this system has no pidfd_open")
     if shutil.which(plan.command[0]) is None:
         raise ArgumentRefused(f"{plan.command[0]!r} is no command that can be run")
-    with _socket_of(plan) as path, _wakeups() as (wakeup, signals):
-        return _Group(plan, path, wakeup, signals).run()
+    if plan.limits is not None:
+        read_limits(plan.limits)  # before anything is started; read again where it counts
+    with _private_folder() as folder:
+        return front.run(partial(_supervise, plan, folder), FORWARDED, plan.grace_s)
+
+
+def _supervise(plan: Plan, folder: str, front_fd: int) -> int:
+    """Run the group from a process of its own; see `front`."""
+    path = plan.socket or os.path.join(folder, "coordinator.sock")
+    with ExitStack() as stack:
+        # The front does it too; but it may be gone by then.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        wakeup, signals = stack.enter_context(wakeups(FORWARDED))
+        file = stack.enter_context(GroupFile(os.path.abspath(path)))
+        return _Group(plan, path, folder, file, signals).run(wakeup, front_fd)
 
 
 class _Group:
     """The processes of one launch, and how far it is."""
 
     def __init__(
-        self, plan: Plan, path: str, wakeup: socket.socket, signals: tuple[int, ...]
+        self, plan: Plan, path: str, folder: str, file: GroupFile, signals: tuple[int, ...]
     ) -> None:
         self._plan = plan
         self._path = path
-        self._wakeup = wakeup
+        self._file = file
         self._signals = signals
-        self._selector = selectors.DefaultSelector()
-        self._coordinator: Child | None = None
-        self._operator: Operator | None = None
-        self._workers: list[Child] = []
-        self._output: IO[bytes] | None = None
-        self._half_line = b""
-        self._ready = False
+        self._launched = os.getppid()
+        self._limits = {} if plan.limits is None else read_limits(plan.limits)
+        self._loop = Loop()
+        # The limit of open files as it was is for the workers: `select` cannot count far.
+        self._fds_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise_fd_limit()
+        self._outlets = (Outlet(self._loop, 1), Outlet(self._loop, 2))
+        self._coordinator = CoordinatorHost(
+            self._loop, self, path, folder, plan.workers, self._fds_limit
+        )
+        self._coordinator_member = Member(plan.coordinator_rule)
+        self._coordinator_end = ""
+        self._workers = Workers(self._loop, plan, path, self._outlets, self._fds_limit)
         self._ending = False
-        self._dismissed = False
+        self._last_step = False
+        """No worker is left; the coordinator is on its way out."""
         self._asked = 0
-        self._code: int | None = None
-        self._alarm: tuple[float, Callable[[], None]] | None = None
+        self._code = 0
 
-    def run(self) -> int:
-        try:
-            self._watch(self._wakeup.fileno(), self._heard_signals)
-            self._start_coordinator()
-            while self._coordinator is not None or self._workers:
-                for key, _ in self._selector.select(self._until_alarm_s()):
-                    key.data()
-                if self._alarm is not None and self._alarm[0] <= time.monotonic():
-                    _, ring = self._alarm
-                    self._alarm = None
-                    ring()
-        finally:
-            left = [*self._workers, *([self._coordinator] if self._coordinator else [])]
-            _kill(left)
-            for child in left:
-                child.reap()
-            for ours in (self._operator, self._output):
-                if ours is not None:
-                    ours.close()
-            self._selector.close()
-        return self._code or 0
+    def run(self, wakeup: socket.socket, front_fd: int) -> int:
+        with redirect_stderr(OutletText(self._outlets[1])):
+            try:
+                self._loop.when_readable(wakeup.fileno(), partial(self._heard_signals, wakeup))
+                self._loop.when_readable(front_fd, partial(self._front_ended, front_fd))
+                self._start_coordinator()
+                while not self._over():
+                    self._loop.turn()
+            finally:
+                self._kill_workers()
+                for worker in self._workers.running():
+                    self._workers.reap(worker)
+                self._coordinator.close()
+                self._write_out()
+        for outlet in self._outlets:
+            outlet.close()
+        self._loop.close()
+        return self._code
+
+    def _over(self) -> bool:
+        if self._coordinator.pid is not None or self._workers.running():
+            return False
+        return self._ending
 
     # --- the coordinator ------------------------------------------------------------------------
 
     def _start_coordinator(self) -> None:
-        command = [*module_command("coordinator"), "serve", "--socket", self._path]
-        if self._plan.ram_budget is not None:
-            command += ["--ram-budget", self._plan.ram_budget]
-        self._coordinator = child = Child(command, stdout=subprocess.PIPE, own_group=True)
-        self._output = output = child.process.stdout
-        assert output is not None
-        self._watch(output.fileno(), partial(self._read_output, output.fileno()))
-        self._watch(child.pidfd, self._coordinator_ended)
-        self._alarm_in(READY_LIMIT_S, self._never_ready)
+        self._coordinator_member.started(time.monotonic())
+        if RAM not in self._limits:
+            # Once for all its lives: later, what is kept for it would count as used.
+            budget = self._plan.ram_budget_bytes
+            self._limits[RAM] = default_ram_budget_bytes() if budget is None else budget
+        try:
+            self._coordinator.start(self._limits[RAM])
+        except OSError as error:
+            self._fail(CoordinatorLost(f"no coordinator can be started: {error.strerror}"))
+        self._publish()
 
-    def _read_output(self, fd: int) -> None:
-        data = os.read(fd, 65536)
-        if not data:
-            self._unwatch(fd)
-        *lines, self._half_line = (self._half_line + data).split(b"\n")
-        for line in lines:
-            say(line.decode(errors="replace").removeprefix("weight-cache: "))
-            if line.startswith(READY_MARK) and not self._ready:
-                self._ready = True
-                if not self._ending:
-                    self._alarm = None
-                    self._start_workers()
+    def coordinator_ready(self) -> None:
+        for pool, limit_bytes in self._limits.items():
+            if pool != RAM:
+                self._coordinator.limit(pool, limit_bytes, _complain)
+        self._publish()
+        for worker in self._workers.all:
+            if worker.due and not self._ending:
+                self._start_worker(worker)
 
-    def _never_ready(self) -> None:
-        self._fail(CoordinatorLost(f"the coordinator was not ready within {READY_LIMIT_S:g} s"))
-
-    def _coordinator_ended(self) -> None:
-        child, self._coordinator = self._coordinator, None
-        assert child is not None
-        self._unwatch(child.pidfd)
-        code = child.reap()
-        if self._workers and not self._ending:
-            self._fail(
-                ConnectionLost(
-                    f"the coordinator ended ({ending(code)}), so its workers end too",
-                    remedy="see its last words above",
-                )
-            )
-        elif not self._ready and self._code is None:
-            self._code = exit_code(code) or CoordinatorLost.exit_code  # it has said why
+    def coordinator_ended(self, code: int) -> None:
+        self._coordinator_end = ending(code)
+        host = self._coordinator
+        if not host.was_ready:
+            self._set_code(code if code > 0 else CoordinatorLost.exit_code)  # it has said why
             self._ending = True
+        elif self._last_step:
+            if code != 0 and not host.told_to_end:
+                say(f"the coordinator ended ({ending(code)}) before it was drained")
+                self._set_code(exit_code(code))
+        elif code == 0 or host.leaving:
+            if not self._ending:
+                self._fail(
+                    ConnectionLost(
+                        f"the coordinator was ended ({ending(code)}), so its workers end too",
+                        remedy="",
+                    )
+                )
+        else:
+            self._coordinator_failed(code)
+        self._publish()
+
+    def _coordinator_failed(self, code: int) -> None:
+        """Start another one, while the workers go on."""
+        what = f"the coordinator ended ({ending(code)})"
+        match self._coordinator_member.ended(code, time.monotonic()):
+            case Again(delay_s):
+                say(f"{what}; it is started again in {delay_s:g} s, and the workers go on")
+                self._loop.alarm("coordinator start", delay_s, self._start_coordinator)
+            case GivenUp(reason):
+                why = f": {reason}" if reason else ""
+                say(f"{what}, so its workers end too{why}")
+                self._set_code(exit_code(code))
+                self._end(signal.SIGTERM)
+            case Finished():
+                raise AssertionError("a failure is no end that was meant")
+            case other:
+                assert_never(other)
 
     # --- workers --------------------------------------------------------------------------------
 
-    def _start_workers(self) -> None:
-        shared = {
-            SOCKET_VARIABLE: os.path.abspath(self._path),
-            "WEIGHT_CACHE_WORLD_SIZE": str(self._plan.workers),
-        }
-        stdin = subprocess.DEVNULL if os.isatty(0) else None
-        for rank in range(self._plan.workers):
-            environment = {**os.environ, **shared, "WEIGHT_CACHE_RANK": str(rank)}
-            try:
-                child = Child(self._plan.command, stdin=stdin, env=environment, own_group=True)
-            except OSError as error:
-                command = self._plan.command[0]
-                self._fail(ArgumentRefused(f"{command!r} cannot be started: {error.strerror}"))
-                return
-            self._workers.append(child)
-            self._watch(child.pidfd, partial(self._worker_ended, child))
+    def _start_worker(self, worker: Worker) -> None:
+        worker.due = not self._coordinator.ready
+        if worker.due:
+            return  # its first call would fail
+        worker.member.started(time.monotonic())
+        try:
+            self._workers.start(worker, self._worker_ended)
+        except OSError as error:
+            worker.state = "ended"
+            self._fail(self._not_started(error))
+        self._publish()
 
-    def _worker_ended(self, child: Child) -> None:
-        self._workers.remove(child)
-        self._unwatch(child.pidfd)
-        code = child.reap()
-        if code != 0 and self._code is None:
-            self._code = exit_code(code)
-            if not self._ending:
-                say(f"worker {child.process.pid} ended ({ending(code)}), so the group ends")
-        if not self._workers:
-            self._no_worker_left()
-        elif self._code is not None and not self._ending:
-            self._end(signal.SIGTERM)
-
-    def _no_worker_left(self) -> None:
-        if not self._dismissed:
-            self._alarm = None
-        if self._code is None and self._coordinator is not None:
-            self._drain()
+    def _worker_ended(self, worker: Worker) -> None:
+        pid, (never_ran, code) = worker.pid, self._workers.reap(worker)
+        worker.last_end = ending(code)
+        worker.state = "finished" if code == 0 else "ended"
+        if never_ran is not None:
+            self._fail(self._not_started(never_ran))
+        elif self._ending:
+            self._set_code(exit_code(code))
         else:
-            self._end_coordinator()
+            self._decide(worker, f"{worker.name} (pid {pid}) ended ({ending(code)})", code)
+        self._publish()
+        if self._workers.over():
+            self._no_worker_left()
+
+    def _decide(self, worker: Worker, what: str, code: int) -> None:
+        """A worker ended and the group does not: see whether it is started again."""
+        match worker.member.ended(code, time.monotonic()):
+            case Again(delay_s):
+                say(f"{what}; it is started again in {delay_s:g} s")
+                worker.state = "restarting"
+                self._loop.alarm(worker.name, delay_s, partial(self._start_worker, worker))
+            case GivenUp(reason):
+                why = f": {reason}" if reason else ""
+                say(f"{what}, so the group ends{why}")
+                self._set_code(exit_code(code))
+                self._end(signal.SIGTERM)
+            case Finished():
+                pass
+            case other:
+                assert_never(other)
+
+    def _not_started(self, error: OSError) -> ArgumentRefused:
+        return ArgumentRefused(f"{self._plan.command[0]!r} cannot be started: {error.strerror}")
 
     # --- the end --------------------------------------------------------------------------------
 
     def _fail(self, error: WeightCacheError) -> None:
         show_error(error)
-        if self._code is None:
-            self._code = error.exit_code
+        self._set_code(error.exit_code)
         self._end(signal.SIGTERM)
 
+    def _set_code(self, code: int) -> None:
+        """The first failure's is the group's. 0 is none."""
+        self._code = self._code or code
+
     def _end(self, number: int) -> None:
-        """Ask the workers to end; kill them if they do not. Without any, end the coordinator."""
-        for child in self._workers:
-            child.send(number)
-        if not self._workers:
-            self._end_coordinator()
-        elif not self._ending:
-            self._alarm_in(self._plan.grace_s, partial(_kill, self._workers))
+        """Ask the workers to end; kill them if they do not. Then drain, then end the coordinator.
+
+        A coordinator that is to be started again is, while there are workers: they may need it to
+        finish what they do.
+        """
+        if self._ending:
+            return  # they have heard it; a second one is often taken for impatience
         self._ending = True
+        for worker in self._workers.all:
+            self._loop.cancel(worker.name)
+            if worker.child is None and worker.state == "restarting":
+                worker.state = "ended"
+        self._loop.alarm("workers end", self._plan.grace_s, self._kill_workers)
+        self._workers.send(number)
+        self._publish()
+        if self._workers.over():
+            self._no_worker_left()
 
-    def _drain(self) -> None:
-        """Everything went well: let the coordinator go when nothing is held, or at a deadline."""
-        self._ending = True
-        try:
-            self._operator = operator = Operator.connect(self._path, "launch")
-            operator.send(Drain(operator.next_rid(), self._plan.grace_s))
-        except WeightCacheError as error:
-            show_error(error)
-            self._end_coordinator()
+    def _kill_workers(self) -> None:
+        self._workers.send(signal.SIGKILL)
+
+    def _no_worker_left(self) -> None:
+        """Let the coordinator go when nothing is held, or at a deadline."""
+        if self._last_step:
             return
-        self._watch(operator.fileno(), partial(self._drain_answered, operator))
-        self._alarm_in(self._plan.grace_s + DRAIN_SLACK_S, self._end_coordinator)
+        self._ending = self._last_step = True
+        self._publish()
+        self._loop.cancel("workers end")
+        self._loop.cancel("coordinator start")
+        if self._coordinator.ready and self._asked < 2:
+            self._coordinator.drain(self._plan.grace_s, self._drained)
+        else:
+            self._coordinator.end(self._plan.grace_s)
 
-    def _drain_answered(self, operator: Operator) -> None:
-        try:
-            received = operator.receive()
-        except WeightCacheError as error:
-            show_error(error)
-            received = None
-        if received is None:
-            self._unwatch(operator.fileno())
+    def _drained(self, error: WeightCacheError | None) -> None:
+        """Nothing is held any more, and it leaves; or somebody of another group holds something."""
+        if error is None or isinstance(error, ConnectionLost):  # its end says more
+            self._loop.alarm("coordinator end", self._plan.grace_s, self._coordinator.kill)
             return
-        message, fds = received
-        close_all(fds)
-        if isinstance(message, Fail):  # held by processes that are not of this group
-            show_error(message.cause.error())
-            self._end_coordinator()
+        if not self._coordinator.told_to_end:
+            show_error(error)
+            self._set_code(error.exit_code)
+        self._coordinator.end(self._plan.grace_s)
 
-    def _end_coordinator(self) -> None:
-        """Ask it once: a second TERM could end it in the middle of cleaning up."""
-        if self._coordinator is not None and not self._dismissed:
-            self._dismissed = True
-            self._coordinator.send(signal.SIGTERM)
-            self._alarm_in(self._plan.grace_s, partial(_kill, [self._coordinator]))
+    def _write_out(self) -> None:
+        """Wait for whoever reads our output, as long as it goes on."""
+        left = [outlet for outlet in self._outlets if outlet.unwritten_bytes]
+        while left:
+            before = sum(outlet.unwritten_bytes for outlet in left)
+            late: list[bool] = []
+            self._loop.alarm("output", self._plan.grace_s, partial(late.append, True))
+            self._loop.turn()
+            left = [outlet for outlet in left if outlet.unwritten_bytes]
+            if late and sum(outlet.unwritten_bytes for outlet in left) == before:
+                break
 
     # --- events ---------------------------------------------------------------------------------
 
-    def _heard_signals(self) -> None:
-        for number in self._wakeup.recv(4096):
+    def _front_ended(self, front_fd: int) -> None:
+        self._loop.forget(front_fd)
+        say(f"the process that was launched (pid {self._launched}) is gone, so its group ends")
+        if not self._asked:
+            self._heard(signal.SIGTERM)
+
+    def _heard_signals(self, wakeup: socket.socket) -> None:
+        for number in wakeup.recv(4096):
             if number in self._signals:
                 self._heard(number)
 
     def _heard(self, number: int) -> None:
+        if number == signal.SIGHUP and self._plan.limits is not None:
+            self._reload(self._plan.limits)
+            return
         if number not in ENDING:
-            for child in self._workers:
-                child.send(number)
+            self._workers.send(number)
             return
         self._asked += 1
-        if self._code is None and (self._asked > 1 or not self._workers):
-            self._code = 128 + number
+        if self._asked > 1 or not self._workers.running():
+            self._set_code(128 + number)
         if self._asked == 1:
             self._end(number)
-        elif self._workers:
-            _kill(self._workers)
-        elif self._coordinator is not None:
-            _kill([self._coordinator])
+        elif self._workers.running():
+            self._kill_workers()
+        else:
+            self._coordinator.kill()
 
-    def _watch(self, fd: int, handle: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, handle)
+    def _reload(self, path: str) -> None:
+        """Read the limits anew. If they cannot be read, or one is refused, the old one stays."""
+        try:
+            limits = read_limits(path)
+        except ArgumentRefused as error:
+            show_error(error)
+            return
+        self._limits.update(limits)
+        say(f"read the limits in {path}: {', '.join(limits) or 'none'}")
+        if self._coordinator.ready:
+            for pool, limit_bytes in limits.items():
+                self._coordinator.limit(pool, limit_bytes, _complain)
 
-    def _unwatch(self, fd: int) -> None:
-        self._selector.unregister(fd)
+    def _publish(self) -> None:
+        """Say in the group's file who is in it, once the socket is surely ours."""
+        host = self._coordinator
+        if not host.was_ready:
+            return
+        state = "running" if host.pid is not None else "ended" if self._ending else "restarting"
+        restarts, last_end = self._coordinator_member.restarts, self._coordinator_end
+        members = [MemberReport("coordinator", state, host.pid, restarts, last_end)]
+        for worker in self._workers.all:
+            restarts, last_end = worker.member.restarts, worker.last_end
+            members.append(MemberReport(worker.name, worker.state, worker.pid, restarts, last_end))
+        self._file.write(GroupReport(self._launched, self._ending, tuple(members)))
 
-    def _alarm_in(self, delay_s: float, ring: Callable[[], None]) -> None:
-        self._alarm = (time.monotonic() + delay_s, ring)
 
-    def _until_alarm_s(self) -> float | None:
-        return None if self._alarm is None else max(0.0, self._alarm[0] - time.monotonic())
-
-
-def _kill(children: Iterable[Child]) -> None:
-    for child in children:
-        child.send(signal.SIGKILL)
+def _complain(error: WeightCacheError | None) -> None:
+    if error is not None:
+        show_error(error)
 
 
 @contextmanager
-def _socket_of(plan: Plan) -> Iterator[str]:
-    """Give the path of the group's socket; a private one is in a new folder, removed at the end."""
-    if plan.socket is not None:
-        yield plan.socket
-        return
+def _private_folder() -> Iterator[str]:
+    """Give a new folder that is removed at the end: for the group's sockets."""
     try:
         folder = tempfile.mkdtemp(prefix="weight-cache-", dir=os.environ.get("XDG_RUNTIME_DIR"))
     except OSError:  # the variable outlives its directory, as after `su`
         folder = tempfile.mkdtemp(prefix="weight-cache-")
     try:
-        yield os.path.join(folder, "coordinator.sock")
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _wakeups() -> Iterator[tuple[socket.socket, tuple[int, ...]]]:
-    """Give a socket on which signals arrive as bytes, and those that do: none that is ignored."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    signals = tuple(number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN)
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, _only_wake) for number in signals}
-    # Were it inherited as ignored, the kernel would reap our children and keep their exit codes.
-    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield ours, signals
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        ours.close()
-        theirs.close()
-
-
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The byte on the wakeup socket says it all."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import main
-from tests.processes import running, write_safetensors
+from tests.coordinator.launched import Launched
+from tests.processes import Peer, running, write_safetensors
 
 SIZE_BYTES = 300_000
 
@@ -31,6 +32,23 @@ def weights(tmp_path: Path) -> str:
             tmp_path / "w.safetensors", {"w": ("U8", [SIZE_BYTES], bytes(SIZE_BYTES))}
         )
     )
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Start a `launch` whose workers are Python code; what a failed test left is ended."""
+    started: list[Launched] = []
+
+    def launch(*options: str, **arguments) -> Launched:
+        folder = tmp_path / f"g{len(started)}"
+        folder.mkdir()
+        started.append(Launched(folder, *options, **arguments))
+        return started[-1]
+
+    yield launch
+    Peer.close_all()
+    for launched in started:
+        launched.clean_up()
 
 
 @pytest.fixture

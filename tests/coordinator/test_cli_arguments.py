@@ -56,6 +56,11 @@ def test_without_a_coordinator_every_command_says_what_to_do(arguments, path, ru
         ("launch", "--workers", "0", "true"),
         ("launch", "--ram-budget", "20G", "true"),
         ("launch", "--grace", "inf", "true"),
+        ("launch", "--devices", "", "true"),
+        ("launch", "--devices", "cuda:0, cuda:1", "true"),
+        ("launch", "--restart-workers", "always", "true"),
+        ("launch", "--max-restarts", "-1", "true"),
+        ("launch", "--limits", "/no/such/file", "true"),
         ("demo", "--checkpoint-mib", "many"),
         ("launch", "--", "no-such-command"),
         ("serve", "--ram-budget", "20G"),
@@ -139,7 +144,8 @@ def test_help_names_arguments_plainly(name, usage, lines, run_here):
     assert (code, shown.splitlines()[0]) == (0, f"Usage: weight-cache {name} {usage}")
     for line in lines:
         assert f"\n  {line}" in shown, shown
-    assert not re.search(r"[<>{}]", shown.replace("1<=x<=4096", "")), shown
+    ranges = ("1<=x<=4096", "x>=0")
+    assert not re.search(r"[<>{}]", re.sub("|".join(ranges), "", shown)), shown
 
 
 def test_a_mistyped_option_of_launch_is_no_command(run_here):

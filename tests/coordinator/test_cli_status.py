@@ -35,7 +35,8 @@ def test_status_as_json_has_the_documented_fields_and_figures(coordinator, weigh
     assert msgspec.json.decode(done.stdout, type=StatusReport).pools == holder.status().pools
 
     shown = json.loads(done.stdout)
-    assert list(shown) == fields(StatusReport)
+    assert list(shown) == [*fields(StatusReport), "group"]
+    assert shown["group"] is None
     assert list(shown["pools"][0]) == fields(PoolReport)
     generation = next(g for g in shown["generations"] if g["key"] == "k")
     assert list(generation) == fields(GenerationReport)

@@ -14,108 +14,10 @@ import pytest
 
 from coordinator.process_host import ending, exit_code
 from shm_store.wire import Grant
+from tests.coordinator.launched import HELLO, WAITS, split
 from tests.processes import ROOT, WAIT_S, Peer, children_of, running, write_safetensors
 
 pytestmark = pytest.mark.process
-
-PREAMBLE = """
-import os, signal, sys
-def say(*words):  # in one write: several workers share the pipe
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
-HELLO = "say('up', os.environ['WEIGHT_CACHE_RANK'], os.getpid())"
-IGNORING = """
-import os, signal, sys
-signal.signal(int(sys.argv[1]), signal.SIG_IGN)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-WAITS = "signal.pause()"
-"""A worker that ends by whatever signal comes."""
-
-
-class Launched:
-    """A running `launch` whose workers are Python code; each says `up RANK PID` when it is."""
-
-    def __init__(self, folder: Path, *options: str, worker: str, ignored: int = 0) -> None:
-        command = [sys.executable, "-m", "coordinator", "launch", *options, "--"]
-        command += [sys.executable, "-c", PREAMBLE + worker]
-        if ignored:
-            command = [sys.executable, "-c", IGNORING, str(ignored), *command]
-        inherited = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**inherited, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
-        )
-        self.folder = folder
-        self.lines: list[str] = []
-        self.family: set[int] = set()
-
-    def line(self) -> str:
-        """The next line of any worker. By then the coordinator and that worker run."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().rstrip("\n")
-        assert line, self.process.stderr and self.process.stderr.read()
-        return line
-
-    def up(self, count: int) -> dict[int, int]:
-        """Wait until `count` workers are up; return rank to pid."""
-        found = {}
-        for _ in range(count):
-            word, rank, pid = self.line().split()
-            assert word == "up"
-            found[int(rank)] = int(pid)
-        self.family |= set(children_of(self.process.pid))
-        return found
-
-    def coordinator(self, workers: dict[int, int]) -> int:
-        (pid,) = set(children_of(self.process.pid)) - set(workers.values())
-        return pid
-
-    def socket(self) -> str:
-        (folder,) = self.folder.glob("weight-cache-*")
-        return str(folder / "coordinator.sock")
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> tuple[int, list[str], str]:
-        """Wait for its end; return exit code, further lines and stderr. Nothing may be left."""
-        out, err = self.process.communicate(timeout=WAIT_S)
-        assert "Traceback" not in err, err
-        assert list(self.folder.glob("weight-cache-*")) == []
-        assert [pid for pid in self.family if runs(pid)] == []
-        return self.process.returncode, out.splitlines(), err
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs. An orphan's zombie is init's to reap, whenever that comes to it."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture
-def launch(tmp_path: Path):
-    started = []
-
-    def launch(*options: str, worker: str, ignored: int = 0) -> Launched:
-        started.append(Launched(tmp_path, *options, worker=worker, ignored=ignored))
-        return started[-1]
-
-    yield launch
-    Peer.close_all()
-    for launched in started:
-        if launched.process.poll() is None:  # the test failed: end what it left, by its pids
-            for pid in children_of(launched.process.pid):
-                os.kill(pid, signal.SIGKILL)
-            launched.process.kill()
-            launched.process.communicate()
 
 
 def test_workers_find_their_socket_rank_and_world_size(launch):
@@ -144,14 +46,13 @@ with Operator.connect(os.environ["WEIGHT_CACHE_SOCKET"], "test") as operator:
 
 def test_the_private_socket_is_for_this_user_alone_and_groups_do_not_meet(launch):
     one = launch(worker=f"{HELLO}; {WAITS}")
-    first = one.up(1)
+    one.up(1)
     folder = os.path.dirname(one.socket())
     assert os.stat(folder).st_mode & 0o777 == 0o700
     other = launch(worker=f"{HELLO}; {WAITS}")
-    second = other.up(1)
-    sockets = {str(path) for path in one.folder.glob("weight-cache-*/coordinator.sock")}
-    assert len(sockets) == 2
-    assert one.coordinator(first) != other.coordinator(second)
+    other.up(1)
+    assert one.socket() != other.socket()
+    assert one.coordinator != other.coordinator
     for launched in (one, other):
         launched.send(signal.SIGTERM)
     for launched in (one, other):
@@ -181,7 +82,7 @@ while True:
     launched.send(signal.SIGUSR1)
     code, lines, err = launched.end()
     assert (code, lines) == (3, ["told", "told"])
-    assert f"worker {workers[1]} ended (exit code 3)" in err
+    assert f"worker 1 (pid {workers[1]}) ended (exit code 3), so the group ends" in err
 
 
 def test_exit_codes_are_known_although_a_parent_ignored_its_children(launch):
@@ -212,7 +113,7 @@ def test_a_death_by_signal_gives_128_and_the_signal(launch):
     os.kill(workers[0], signal.SIGKILL)
     code, _, err = launched.end()
     assert code == 128 + signal.SIGKILL
-    assert f"worker {workers[0]} ended (by SIGKILL)" in err
+    assert f"worker 0 (pid {workers[0]}) ended (by SIGKILL), so the group ends" in err
 
 
 def test_a_worker_that_does_not_end_is_killed_after_the_grace(launch):
@@ -243,12 +144,11 @@ def test_what_a_worker_started_ends_with_it(launch, asked):
         worker=f"""
 import subprocess
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-print("up", child.pid, os.getpid(), flush=True)
+print("started", child.pid, flush=True)
 {WAITS if asked else "sys.exit(0)"}
 """,
     )
-    (grandchild,) = launched.up(1)
-    launched.family.add(grandchild)
+    launched.family.add(int(launched.line().split()[1]))
     if asked:
         launched.send(signal.SIGTERM)
     assert launched.end()[0] == (128 + signal.SIGTERM if asked else 0)
@@ -331,12 +231,14 @@ def test_what_was_ignored_stays_ignored(launch):
     assert launched.end()[0] == 128 + signal.SIGTERM
 
 
-def test_a_lost_coordinator_ends_the_workers_and_is_named(launch):
-    launched = launch("--workers", "2", worker=f"{HELLO}; {WAITS}")
-    workers = launched.up(2)
-    os.kill(launched.coordinator(workers), signal.SIGKILL)
+def test_a_lost_coordinator_that_is_not_to_be_restarted_ends_the_workers(launch):
+    launched = launch(
+        "--workers", "2", "--restart-coordinator", "never", worker=f"{HELLO}; {WAITS}"
+    )
+    launched.up(2)
+    os.kill(launched.coordinator, signal.SIGKILL)
     code, _, err = launched.end()
-    assert code == 6
+    assert code == 128 + signal.SIGKILL
     assert "the coordinator ended (by SIGKILL), so its workers end too" in err
 
 
@@ -391,7 +293,11 @@ def test_a_command_that_cannot_be_started_is_the_callers_fault(tmp_path):
 @pytest.mark.parametrize("marker", [[], ["--"]], ids=["plain", "marked"])
 def test_the_workers_options_are_the_workers(tmp_path, marker):
     done = run_launch(tmp_path, *marker, "echo", "--workers", "9", "--help")
-    assert (done.returncode, done.stdout) == (0, "--workers 9 --help\n" * 2)
+    assert done.returncode == 0
+    assert sorted(map(split, done.stdout.splitlines())) == [
+        ("worker 0", "--workers 9 --help"),
+        ("worker 1", "--workers 9 --help"),
+    ]
 
 
 def test_an_interrupt_while_the_coordinator_starts_ends_it(launch):
@@ -407,7 +313,7 @@ def test_an_interrupt_while_the_coordinator_starts_ends_it(launch):
 
 
 def test_what_an_outsider_holds_delays_the_end_by_the_grace_and_is_named(launch, tmp_path):
-    """The group's own work succeeded, so the exit code is 0."""
+    """Something is left that is not the group's to end, so the exit code is not 0."""
     weights = write_safetensors(tmp_path / "w", {"w": ("U8", [5000], bytes(5000))})
     leaves = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))"
     launched = launch("--grace", "0.3", worker=f"{leaves}; {HELLO}; {WAITS}")
@@ -417,6 +323,6 @@ def test_what_an_outsider_holds_delays_the_end_by_the_grace_and_is_named(launch,
     os.close(*outsider.fds)
     launched.send(signal.SIGUSR1)
     code, _, err = launched.end()
-    assert code == 0
+    assert code == 4
     assert re.search(r"1 generation is still held", err)
     assert f"pid {os.getpid()} (" in err

@@ -1,0 +1,44 @@
+"""The file that says what a group's pools may hold: read at the start, and again on SIGHUP.
+
+One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` begins a comment.
+"""
+
+from __future__ import annotations
+
+from coordinator.memory import parse_size
+from shm_store.errors import ArgumentRefused
+
+FILE_LIMIT_BYTES = 64 * 1024
+
+
+def read_limits(path: str) -> dict[str, int]:
+    """Return the limit of each pool that the file at `path` names.
+
+    Raises:
+        ArgumentRefused: it cannot be read, or a line is wrong. The line is named.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(FILE_LIMIT_BYTES + 1)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ArgumentRefused(f"the limits in {path} cannot be read: {reason}") from error
+    if len(text) > FILE_LIMIT_BYTES:
+        raise ArgumentRefused(f"{path} is longer than a file of limits ever is")
+    limits: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            pool, size = words[0], " ".join(words[1:])
+            if not size:
+                raise ArgumentRefused(f"{pool!r} has no size", remedy="write a pool and its size")
+            if pool in limits:
+                raise ArgumentRefused(f"{pool!r} has a limit already")
+            limits[pool] = parse_size(size)
+        except ArgumentRefused as error:
+            raise ArgumentRefused(
+                f"{path}, line {number}: {error.message}", remedy=error.remedy
+            ) from None
+    return limits

@@ -1,0 +1,110 @@
+"""The file of limits: what it may say, and what SIGHUP does with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from coordinator.limits import FILE_LIMIT_BYTES, read_limits
+from coordinator.operator import Operator
+from shm_store.errors import ArgumentRefused
+from tests.coordinator.launched import HELLO, WAITS
+
+ENDS = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))"
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "limits"
+
+
+def test_a_line_is_a_pool_and_its_size(file):
+    file.write_text("# the box has 64 GiB\n\nram 20GiB   # half of it is not ours\nvram:0 512 MB\n")
+    assert read_limits(str(file)) == {"ram": 20 << 30, "vram:0": 512_000_000}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"ram\n", "line 1: 'ram' has no size"),
+        (b"\nram 20G\n", "line 2: '20G' is no size"),
+        (b"ram 1GiB\nram 2GiB\n", "line 2: 'ram' has a limit already"),
+        (b"ram 0\n", "line 1: a size of '0' is out of range"),
+        (b"\xff\n", "it is not text"),
+        (b"#" * (FILE_LIMIT_BYTES + 1), "longer than a file of limits ever is"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(file, text, why):
+    file.write_bytes(text)
+    with pytest.raises(ArgumentRefused, match=str(file)) as caught:
+        read_limits(str(file))
+    assert why in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(file):
+    with pytest.raises(ArgumentRefused, match="cannot be read: No such file"):
+        read_limits(str(file))
+    with pytest.raises(ArgumentRefused, match="cannot be read: Is a directory"):
+        read_limits(str(file.parent))
+
+
+def limit_bytes(launched) -> int:
+    with Operator.connect(launched.socket(), "test") as operator:
+        return operator.status().pools[0].limit_bytes
+
+
+@pytest.mark.process
+def test_hup_has_the_limits_read_again_and_the_next_coordinator_keeps_them(launch, file):
+    file.write_text("ram 5MiB\n")
+    launched = launch(
+        "--limits", str(file), "--ram-budget", "1MiB", worker=f"{ENDS}; {HELLO}; {WAITS}"
+    )
+    worker = launched.up(1)[0]
+    assert limit_bytes(launched) == 5 << 20
+    file.write_text("ram 7MiB\n")
+    launched.send(signal.SIGHUP)
+    launched.said(f"read the limits in {file}: ram")
+    while limit_bytes(launched) != 7 << 20:
+        pass  # it was asked for, and nobody waits for the answer
+
+    file.write_text("ram 9GB?\n")
+    launched.send(signal.SIGHUP)
+    assert "line 1: '9GB?' is no size" in launched.said("line 1")
+    assert limit_bytes(launched) == 7 << 20
+
+    file.write_text("no-such-pool 1GiB\n")
+    launched.send(signal.SIGHUP)
+    launched.said("'no-such-pool'")
+    os.kill(launched.coordinator, signal.SIGKILL)
+    launched.said("ready on")
+    launched.said("'no-such-pool'")  # said to each coordinator: another one may know it
+    assert limit_bytes(launched) == 7 << 20
+    assert [member.pid for member in launched.group.members[1:]] == [worker]  # HUP was not for it
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
+def test_hup_while_there_is_no_coordinator_is_for_the_next_one(launch, file):
+    file.write_text("ram 5MiB\n")
+    launched = launch("--limits", str(file), worker=f"{ENDS}; {HELLO}; {WAITS}")
+    launched.up(1)
+    os.kill(launched.coordinator, signal.SIGKILL)
+    launched.said("it is started again")
+    file.write_text("ram 6MiB\n")
+    launched.send(signal.SIGHUP)
+    launched.said("read the limits")
+    launched.said("ready on")
+    assert limit_bytes(launched) == 6 << 20
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
+def test_limits_that_cannot_be_read_at_the_start_start_nothing(launch, file):
+    launched = launch("--limits", str(file), worker=HELLO)
+    code, lines, err = launched.end()
+    assert (code, lines) == (2, [])
+    assert len(err.splitlines()) == 1
