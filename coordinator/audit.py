@@ -65,7 +65,8 @@ class Finding(msgspec.Struct, frozen=True):
     - `unleased_mapping`: a process maps a segment and does not lease it (any more). Where the
       ledger has freed it, this is memory that nobody is charged for.
     - `unmapped_lease`: the holder of a lease maps nothing of it, or is gone.
-    - `fd_held`: a process keeps an fd of a segment, of no use once the segment is mapped.
+    - `fd_held`: a process keeps an fd of a segment that it neither leases and maps, nor fills, nor,
+      as the coordinator's manager, stores because it is READY.
     - `wrong_size`: a segment takes other memory than is charged for it.
     - `missing_segment`: charged, but the coordinator has no segment of it.
     - `unknown_segment`: the coordinator has a segment that is not charged.
@@ -133,6 +134,7 @@ class Facts:
             user and not to be looked into.
         names: of the processes in `uses`, and of those not to be looked into.
         children: those that the coordinator started.
+        manager: the one that started the coordinator, and may store what it has.
     """
 
     segments: dict[GenerationId, int] = field(default_factory=dict)
@@ -140,6 +142,7 @@ class Facts:
     processes: dict[int, Sight] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     children: frozenset[int] = frozenset()
+    manager: int = 0
 
 
 def audit(operator: Operator) -> AuditReport:
@@ -295,16 +298,17 @@ def _unmapped(generation: GenerationReport, books: StatusReport, facts: Facts) -
 
 def _unleased(use: Use, generation: GenerationReport | None, facts: Facts) -> Iterator[Finding]:
     """Give what a process has and should not have. No `generation`: the ledger has freed it."""
-    holders, key = [], ""
+    holders, key, stored = [], "", False
     if generation is not None:
         fillers = facts.children | {generation.filled_by}
         if _under_way(generation) or (generation.state == "filling" and use.pid in fillers):
             return
         holders, key = [lease.pid for lease in generation.leases], generation.key
+        stored = generation.state == "ready" and use.pid == facts.manager
     about = Finding("fd_held", use.gen, key, use.pid, facts.names.get(use.pid, ""))
     if use.maps and use.pid not in holders:
         yield replace(about, kind="unleased_mapping")
-    if use.holds:
+    if use.holds and not stored and not (use.maps and use.pid in holders):
         yield about
 
 
@@ -363,7 +367,8 @@ def collect(coordinator: int, start: str) -> Facts:
         PeerForbidden, PlatformUnsupported: as `audit`.
     """
     segments = _segments(coordinator, start)
-    uid = _status(coordinator).get("Uid")
+    about_coordinator = _status(coordinator)
+    uid = about_coordinator.get("Uid")
     uses: list[Use] = []
     processes: dict[int, Sight] = {}
     about: dict[int, dict[str, str]] = {}
@@ -392,6 +397,7 @@ def collect(coordinator: int, start: str) -> Facts:
         children=frozenset(
             pid for pid, status in about.items() if status.get("PPid") == str(coordinator)
         ),
+        manager=int(about_coordinator.get("PPid", "0")),
     )
 
 

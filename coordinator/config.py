@@ -12,7 +12,10 @@ class Config:
     Attributes:
         socket: path of its Unix socket; beside it lies the lock file that makes it the only one.
         ram_budget_bytes: limit of the pool `ram`; None takes half of what this process may use.
+        resume_patience_s: how long sessions of an earlier coordinator are waited for, before what
+            they may have mapped is freed.
     """
 
     socket: str
     ram_budget_bytes: int | None = None
+    resume_patience_s: float = 10.0

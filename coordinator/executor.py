@@ -28,18 +28,22 @@ from coordinator.ledger.events import (
     Forget,
     Free,
     Freed,
+    Keep,
     LoaderEnded,
     LoaderSaid,
+    Remember,
     Seal,
     Sealed,
     SealRefused,
     Send,
     SendSpace,
     StartLoader,
+    Unkeep,
 )
 from coordinator.places import Places
 from coordinator.process_host import Child, ended, ending
 from coordinator.segment_table import SegmentTable, seal
+from coordinator.store import Store, Words
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import ProtocolViolation, WeightCacheError
@@ -89,6 +93,7 @@ class Executor:
         self._backings = Places(loop)
         self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
+        self.store = Store(loop)
 
     def perform(self, effect: Effect) -> None:
         """Begin `effect`. Its outcome comes back through `feed`, in this call or later."""
@@ -109,6 +114,14 @@ class Executor:
                 self._backings.leave(gen)
                 self._started(gen)
                 self._start(gen, self._free(gen, dict(self._jobs.get(gen, {}))))
+            case Keep(gen):
+                fd = self.segments.fd(gen)
+                if fd is not None:
+                    self.store.keep_segment(gen, fd)
+            case Unkeep(gen):
+                self.store.forget_segment(gen)
+            case Remember(pins, limits_bytes):
+                self.store.remember(Words(pins, limits_bytes))
             case Forget(session):
                 self._sessions.forget(session)
             case Exit():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from coordinator.fd_limit import FOR_SEGMENTS, require_free
+from coordinator.ledger.events import Offer
 from shm_store import segment
 from shm_store.errors import SegmentRefused
-from shm_store.keys import GenerationId
+from shm_store.keys import GenerationId, LeaseId
 from shm_store.manifest import Preamble
 
 
@@ -26,6 +27,21 @@ def seal(fd: int, preamble: Preamble) -> None:
         raise SegmentRefused(
             f"{missing_bytes} bytes of generation {preamble.gen} were given back by its filler"
         )
+
+
+def offer_of(fd: int, lease: LeaseId = LeaseId(0)) -> Offer:  # noqa: B008 (a number)
+    """Return what a sealed segment says that it is, if it is whole.
+
+    Raises:
+        SegmentRefused: it is not sealed, has no manifest, or lacks pages.
+        OSError: it is no file that can be read.
+    """
+    preamble = segment.read_preamble(fd)
+    segment.check_manifest(fd)
+    size_bytes = os.fstat(fd).st_size
+    if segment.backed_bytes(fd) < size_bytes:
+        raise SegmentRefused(f"pages of generation {preamble.gen} are missing")
+    return Offer(preamble.gen, lease, preamble.key, preamble.fingerprint, size_bytes)
 
 
 class SegmentTable:

@@ -15,8 +15,10 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator import notify
 from coordinator.config import Config
 from coordinator.connection import Connection
 from coordinator.executor import Executor
@@ -34,6 +36,7 @@ from coordinator.ledger.events import (
     Attached,
     Disconnected,
     Event,
+    Recovered,
     Said,
     SessionEnded,
     TimePassed,
@@ -41,6 +44,7 @@ from coordinator.ledger.events import (
 from coordinator.ledger.state import State
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.statement import Statement
+from coordinator.store import Found, pid_of
 from shm_store import channel, source
 from shm_store.channel import Channel
 from shm_store.errors import (
@@ -79,6 +83,9 @@ MESSAGE_LIMIT_BYTES = 1 << 20
 
 RESUME_LIMIT_S = 10.0
 """A connection that has not said who it is holds an fd for nobody."""
+
+OTHERS_PATIENCE_S = 2.0
+"""How long those are waited for of whom nobody knows whether they are there."""
 
 ATTACHED_LIMIT = 64
 """Connections of one process, and sessions it left behind with weights mapped. An honest one has
@@ -178,6 +185,8 @@ class Server:
             del self._tokens[peer.token]
         self._loop.remove_reader(peer.pidfd)
         os.close(peer.pidfd)
+        if peer.token:
+            self._executor.store.forget_session(peer.token)
         if peer.connection is not None:
             self._session_of.pop(peer.connection, None)
             peer.connection.close()
@@ -188,6 +197,38 @@ class Server:
     def exit(self) -> None:
         if not self.stopped.done():
             self.stopped.set_result(None)
+
+    # --- a coordinator before this one ----------------------------------------------------------
+
+    def recover(self, others: bool, patience_s: float) -> None:
+        """Take over what an earlier coordinator has left, if there was one.
+
+        Args:
+            others: it has left its socket behind, so that some may have been attached to it.
+        """
+        found = self._executor.store.recover()
+        if found is None and (notify.offered() or not others):
+            return
+        found = found or Found()
+        for gen, (fd, _) in found.segments.items():
+            self._executor.segments.adopt(gen, fd)
+        sessions = []
+        for token, pidfd in found.sessions.items():
+            pid = pid_of(pidfd)
+            sessions.append((self._watch(pid, pidfd, token), pid))
+        kept = found.segments or found.sessions
+        if not kept:
+            log.warning("nothing was stored: weights that no process has mapped are lost")
+        self.feed(
+            Recovered(
+                tuple(offer for _, offer in found.segments.values()),
+                tuple(sessions),
+                not kept,
+                patience_s if kept else min(patience_s, OTHERS_PATIENCE_S),
+                found.words.pins,
+                found.words.limits_bytes,
+            )
+        )
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -332,6 +373,8 @@ class Server:
                 f"the peer's process cannot be watched: {error.strerror}"
             ) from error
         session = self._watch(pid, pidfd, resume.token)
+        if resume.token and resume.role == "worker":
+            self._executor.store.keep_session(resume.token, pidfd)
         self.feed(Attached(session, pid, resume.name, resume.device, resume.role))
         return session
 
@@ -435,14 +478,14 @@ def serve(config: Config) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     lock = _lock(config.socket)
     try:
-        _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
+        others = _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
         listener = channel.listen(config.socket)
         bound = os.lstat(config.socket)
         limit = config.ram_budget_bytes
         if limit is None:
             limit = default_ram_budget_bytes()
         try:
-            asyncio.run(_serve(config.socket, listener, limit))
+            asyncio.run(_serve(config, listener, limit, others))
         finally:
             # Whoever cleans up /tmp may have removed either, and another coordinator made its own.
             if _is_at(bound, config.socket):
@@ -454,14 +497,26 @@ def serve(config: Config) -> int:
     return 0
 
 
-async def _serve(path: str, listener: socket.socket, limit: int) -> None:
+async def _serve(config: Config, listener: socket.socket, limit: int, others: bool) -> None:
     loop = asyncio.get_running_loop()
     server = Server(loop, listener, limit)
+    server.recover(others, config.resume_patience_s)
+    path = config.socket
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.exit)
     print(f"weight-cache: ready on {path} (ram budget {size_text(limit)})", flush=True)
+    _tell(notify.ready)
     await server.stopped
+    _tell(notify.stopping)
     await server.close()
+
+
+def _tell(what: Callable[[], bool]) -> None:
+    """Tell the manager, if there is one that listens."""
+    try:
+        what()
+    except notify.StoreLost as error:
+        log.warning("%s", error)
 
 
 def _lock_path(path: str) -> str:
@@ -504,8 +559,11 @@ def _is_at(ours: os.stat_result, path: str) -> bool:
         return False
 
 
-def _unlink_socket(path: str) -> None:
+def _unlink_socket(path: str) -> bool:
     """Remove a socket that its owner left behind, and nothing else: paths are typed by people.
+
+    Returns:
+        Whether there was one.
 
     Raises:
         ArgumentRefused: something that is no socket has this name.
@@ -516,5 +574,6 @@ def _unlink_socket(path: str) -> None:
                 f"{path} exists and is no socket", remedy="choose another --socket"
             )
         os.unlink(path)
+        return True
     except FileNotFoundError:
-        pass  # nobody left one behind
+        return False

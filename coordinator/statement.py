@@ -10,7 +10,7 @@ import os
 
 from coordinator.fd_limit import FOR_SEGMENTS, exhausted, reserved
 from coordinator.ledger.events import Offer, Resumed
-from coordinator.segment_table import SegmentTable
+from coordinator.segment_table import SegmentTable, offer_of
 from shm_store import segment
 from shm_store.channel import close_all
 from shm_store.errors import ProtocolViolation, SegmentRefused
@@ -88,12 +88,14 @@ class Statement:
 
     def _sealed(self, gen: GenerationId, lease: LeaseId, fds: list[int]) -> Offer:
         fd = self._known(gen, fds)
-        preamble = segment.read_preamble(fd)
-        if preamble.gen != gen:
-            raise SegmentRefused(f"a segment offered as {gen} says that it is {preamble.gen}")
-        size_bytes = os.fstat(fd).st_size
+        try:
+            offer = offer_of(fd, lease)
+        except OSError as error:
+            raise SegmentRefused(f"what is offered as {gen}: {error.strerror}") from error
+        if offer.gen != gen:
+            raise SegmentRefused(f"a segment offered as {gen} says that it is {offer.gen}")
         self._keep(gen, fd, fds)
-        return Offer(gen, lease, preamble.key, preamble.fingerprint, size_bytes)
+        return offer
 
     def _unsealed(self, held: HeldFill, fds: list[int]) -> Offer:
         fd = self._known(held.gen, fds)

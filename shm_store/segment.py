@@ -165,6 +165,20 @@ def read_manifest(data: memoryview) -> tuple[Manifest, int]:
     return decode_manifest(data[start : start + length]), data_start(length)
 
 
+def check_manifest(fd: int) -> None:
+    """Refuse a segment whose manifest is none.
+
+    Raises:
+        SegmentRefused: its length lies, or it cannot be read.
+    """
+    start = PREAMBLE_BYTES + MANIFEST_LENGTH_BYTES
+    packed = os.pread(fd, MANIFEST_LENGTH_BYTES, PREAMBLE_BYTES)
+    length = _LENGTH.unpack(packed)[0] if len(packed) == MANIFEST_LENGTH_BYTES else 0
+    if not 0 < length <= os.fstat(fd).st_size - start:
+        raise SegmentRefused(f"a manifest of {length} bytes is not in its segment")
+    decode_manifest(os.pread(fd, length, start))
+
+
 def backed_bytes(fd: int) -> int:
     """Return the kernel's word on how much memory the segment takes."""
     return os.fstat(fd).st_blocks * 512

@@ -231,6 +231,28 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """The segment of `gen` is READY: have it outlive this coordinator."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class Unkeep:
+    """The segment of `gen` is not READY any more."""
+
+    gen: GenerationId
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Have these outlive this coordinator, instead of those before."""
+
+    pins: tuple[Key, ...]
+    limits_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The session is over: close its connection, stop watching its process."""
 
@@ -242,4 +264,6 @@ class Exit:
     """Drained: nothing is left to own. Say BYE to every session and end."""
 
 
-Effect = Send | SendSpace | StartLoader | Back | Seal | Free | Forget | Exit
+Effect = (
+    Send | SendSpace | StartLoader | Back | Seal | Free | Keep | Unkeep | Remember | Forget | Exit
+)

@@ -52,9 +52,9 @@ def sealed(turn: Turn, generation: Generation) -> None:
     if generation.doomed:
         turn.move(generation, State.RETIRED)
     else:
+        turn.move(generation, State.READY)
         if previous is not None:
             retire(turn, previous)
-        turn.move(generation, State.READY)
     generation.filled_bytes = generation.size_bytes
     generation.idle_s = turn.now_s
     for request in list(generation.askers.values()):

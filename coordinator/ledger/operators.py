@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.ledger import admission, lifecycle
-from coordinator.ledger.events import Exit
+from coordinator.ledger.events import Exit, Remember
 from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report, silent_text
 from coordinator.ledger.state import LOADER, Draining, Flushing, Invalidating, Ledger, State
@@ -37,13 +37,22 @@ def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
         turn.refuse(session, rid, full)
         return
     turn.ledger.pins[key] = None
+    _remember(turn)
     turn.send(session, Done(rid, (key,)))
+
+
+def _remember(turn: Turn) -> None:
+    """Have what operators have set outlive this coordinator, before it is answered."""
+    ledger = turn.ledger
+    limits_bytes = {name: pool.limit_bytes for name, pool in ledger.pools.items()}
+    turn.do(Remember(tuple(ledger.pins), limits_bytes))
 
 
 def unpin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
     """Take a pin back; one that is not there is already gone."""
     was_pinned = key in turn.ledger.pins
     turn.ledger.pins.pop(key, None)
+    _remember(turn)
     turn.send(session, Done(rid, (key,) if was_pinned else ()))
 
 
@@ -152,6 +161,7 @@ def limit(turn: Turn, session: SessionId, message: Limit) -> None:
         turn.refuse(session, message.rid, ArgumentRefused(f"there is no pool {message.pool!r}"))
         return
     pool.limit_bytes = message.limit_bytes
+    _remember(turn)
     turn.send(session, Done(message.rid))
 
 

@@ -7,7 +7,7 @@ Every change of a generation's state goes through `move`, `free` or `remove`, ev
 
 from __future__ import annotations
 
-from coordinator.ledger.events import Effect, Free, Offer, Send
+from coordinator.ledger.events import Effect, Free, Keep, Offer, Send, Unkeep
 from coordinator.ledger.state import (
     LOADER,
     RAM,
@@ -197,6 +197,8 @@ class Turn:
         if state in RUNNING:
             ledger.running[generation.id] = generation
         self._charge(generation, generation.size_bytes)
+        if not private and state is not State.FILLING:
+            self.do((Keep if state is State.READY else Unkeep)(generation.id))
         return generation
 
     def settle_retired(self, generation: Generation) -> None:
@@ -210,7 +212,9 @@ class Turn:
             raise AssertionError(f"{generation.id}: {generation.state} -> {state}")
         if generation.state is State.OPEN:
             self._charge(generation, generation.size_bytes)
-        generation.state = state
+        before, generation.state = generation.state, state
+        if not generation.private and State.READY in (before, state):
+            self.do((Keep if state is State.READY else Unkeep)(generation.id))
         if state not in RUNNING:
             generation.owner = None
             generation.sealing = False

@@ -122,10 +122,17 @@ def replace_sight(seen: Facts, pid: int, sight: str) -> Facts:
     return facts(*seen.uses, processes={**seen.processes, pid: sight})
 
 
-def test_an_fd_is_of_no_use_once_the_segment_is_mapped():
+def test_an_fd_is_for_who_maps_and_leases_what_it_is_of():
     held = Use(WORKER, GEN, maps=True, holds=True)
-    assert differences(LEASED, facts(held)) == ["fd_held"]
+    assert differences(LEASED, facts(held)) == [], "to state it when it resumes"
     assert differences(books(generation()), facts(Use(OTHER, GEN, holds=True))) == ["fd_held"]
+
+
+def test_the_coordinators_manager_stores_what_is_ready_and_nothing_else():
+    stored = facts(Use(OTHER, GEN, holds=True), manager=OTHER)
+    assert differences(books(generation()), stored) == []
+    mapped = facts(Use(OTHER, GEN, holds=True), MAPPED, manager=OTHER)
+    assert differences(books(generation("retired", lease())), mapped) == ["fd_held"]
 
 
 @pytest.mark.parametrize(

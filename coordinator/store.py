@@ -1,0 +1,183 @@
+"""What outlives this coordinator: its READY segments, its sessions' pidfds, and a few words.
+
+Kept by whoever manages this process, systemd or `weight-cache launch` (see `notify`); without one
+nothing is, and each call does nothing. In the store means READY: a segment comes in before anybody
+is told that it is, and leaves before anybody is told that it is not any more.
+
+Pins and limits are in a memfd of their own. A change makes a new one, which is stored before the
+old is removed, so that whenever we end one of them is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from coordinator import notify
+from coordinator.ledger.events import Offer
+from coordinator.notify import StoreLost
+from coordinator.segment_table import offer_of
+from shm_store import segment
+from shm_store.channel import close_all
+from shm_store.errors import SegmentRefused
+from shm_store.keys import GenerationId, Key
+
+log = logging.getLogger("coordinator")
+
+RETRY_S = 0.1
+"""Between two attempts to tell a manager that does not read."""
+
+WORDS_LIMIT_BYTES = 1 << 26
+
+
+class Words(msgspec.Struct, frozen=True):
+    """What is remembered beside fds."""
+
+    pins: tuple[Key, ...] = ()
+    limits_bytes: dict[str, int] = {}
+
+
+@dataclass(slots=True)
+class Found:
+    """What an earlier coordinator has stored. The fds are the caller's.
+
+    Attributes:
+        segments: by generation, each checked.
+        sessions: pidfds of processes that live, by the token of the session.
+    """
+
+    segments: dict[GenerationId, tuple[int, Offer]] = field(default_factory=dict)
+    sessions: dict[str, int] = field(default_factory=dict)
+    words: Words = field(default_factory=Words)
+
+
+class Store:
+    """Tells the manager, in order, and never waits for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._unsaid: deque[tuple[str, int | None]] = deque()
+        self._number = 0
+
+    def keep_segment(self, gen: GenerationId, fd: int) -> None:
+        self._say(f"segment-{gen}", fd)
+
+    def forget_segment(self, gen: GenerationId) -> None:
+        self._say(f"segment-{gen}", None)
+
+    def keep_session(self, token: str, pidfd: int) -> None:
+        self._say(f"session-{token}", pidfd)
+
+    def forget_session(self, token: str) -> None:
+        self._say(f"session-{token}", None)
+
+    def remember(self, words: Words) -> None:
+        """Store words instead of those that were stored before."""
+        if not notify.offered():
+            return
+        try:
+            fd = os.memfd_create("weight-cache:words", os.MFD_CLOEXEC)
+        except OSError as error:
+            log.warning("pins and limits are not stored: %s", error.strerror)
+            return
+        segment.write_at(fd, msgspec.msgpack.encode(words), 0)
+        self._number += 1
+        self._say(f"words-{self._number}", fd)
+        self._say(f"words-{self._number - 1}", None)
+        os.close(fd)
+
+    def recover(self) -> Found | None:
+        """Return what came with this process and can be believed; None if nothing did."""
+        inherited = notify.inherited()
+        if not inherited:
+            return None
+        found = Found()
+        numbers = [0]
+        for name, fds in inherited.items():
+            kind, _, what = name.partition("-")
+            kept = False
+            if kind == "segment":
+                kept = self._recover_segment(found, GenerationId(what), fds[0])
+            elif kind == "session":
+                kept = not _has_ended(fds[0])
+                if kept:
+                    found.sessions[what] = fds[0]
+            elif kind == "words" and what.isdigit():
+                words = _read_words(fds[0])
+                if words is not None and int(what) > max(numbers):
+                    found.words = words
+                numbers.append(int(what))
+            close_all(fds[kept:])
+            if kind != "words" and not kept:
+                self._say(name, None)
+        self._number = max(numbers)
+        for number in sorted(set(numbers) - {0, self._number}):
+            self._say(f"words-{number}", None)
+        return found
+
+    def _recover_segment(self, found: Found, gen: GenerationId, fd: int) -> bool:
+        try:
+            offer = offer_of(fd)
+            if offer.gen != gen:
+                raise SegmentRefused(f"it says that it is {offer.gen}")
+        except (SegmentRefused, OSError) as error:
+            log.warning("what was stored as generation %s is not used: %s", gen, error)
+            return False
+        found.segments[gen] = fd, offer
+        return True
+
+    def _say(self, name: str, fd: int | None) -> None:
+        """Store an fd, which stays the caller's, or remove a name."""
+        if not notify.offered():
+            return
+        if self._unsaid or not self._tell(name, fd):
+            if not self._unsaid:
+                log.warning("what started this coordinator does not read what it is to store")
+                self._loop.call_later(RETRY_S, self._tell_the_rest)
+            self._unsaid.append((name, None if fd is None else os.dup(fd)))
+
+    def _tell(self, name: str, fd: int | None) -> bool:
+        try:
+            if fd is None:
+                notify.remove(name, 0.0)
+            else:
+                notify.store(name, [fd], 0.0)
+        except StoreLost:
+            return False
+        return True
+
+    def _tell_the_rest(self) -> None:
+        while self._unsaid:
+            name, fd = self._unsaid[0]
+            if not self._tell(name, fd):
+                self._loop.call_later(RETRY_S, self._tell_the_rest)
+                return
+            self._unsaid.popleft()
+            if fd is not None:
+                os.close(fd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    return pid_of(pidfd) <= 0
+
+
+def pid_of(pidfd: int) -> int:
+    """Return the pid of the process that a pidfd is of, as we see it; -1 once it has ended."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as lines:
+        for line in lines:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    return -1
+
+
+def _read_words(fd: int) -> Words | None:
+    try:
+        return msgspec.msgpack.decode(os.pread(fd, WORDS_LIMIT_BYTES, 0), type=Words)
+    except (msgspec.DecodeError, OSError) as error:
+        log.warning("what was stored of pins and limits is not used: %s", error)
+        return None
