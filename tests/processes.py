@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -30,6 +30,8 @@ from shm_store.wire import (
     Flush,
     Flushed,
     Grant,
+    Held,
+    HeldMap,
     Release,
     Report,
     Reserve,
@@ -125,8 +127,15 @@ class Peer:
     attached: ClassVar[list[Peer]] = []
 
     def __init__(
-        self, path: str, name: str = "peer", role: str = "worker", version: int = VERSION
+        self,
+        path: str,
+        name: str = "peer",
+        role: str = "worker",
+        version: int = VERSION,
+        token: str = "",
+        held: Sequence[tuple[Held, Sequence[int]]] = (),
     ) -> None:
+        """Attach, or come back as the session `token`, which has `held`, each with its fds."""
         self.path = path
         self.channel = self.connect(path)
         self.channel.socket.settimeout(WAIT_S)
@@ -135,7 +144,9 @@ class Peer:
         self.leases: dict[str, int] = {}
         self.given: list[tuple[int, os.stat_result]] = []
         self.attached.append(self)
-        self.send(Resume(version, name, "cpu", role))
+        self.send(Resume(version, name, "cpu", role, token, len(held)))
+        for thing, fds in held:
+            self.send(thing, fds)
 
     @classmethod
     def connect(cls, path: str) -> channel.Channel:
@@ -166,6 +177,8 @@ class Peer:
                 self.asked.add(rid)
             case Release(gen, rid) if self.leases.get(gen) == rid:
                 del self.leases[gen]
+            case HeldMap(gen, lease):
+                self.leases[gen] = lease
         self.channel.send(encode(message), fds)
 
     def receive(self):
