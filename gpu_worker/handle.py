@@ -14,7 +14,7 @@ from shm_store.keys import GenerationId, Key
 if TYPE_CHECKING:
     import torch
 
-    from gpu_worker.worker import Worker
+    from gpu_worker.record_table import RecordTable
 
 
 class ModelHandle:
@@ -29,15 +29,15 @@ class ModelHandle:
         unexpected: names of tensors that the weights have and the skeleton does not use.
     """
 
-    def __init__(self, worker: Worker, key: Key, claim: ClaimId) -> None:
+    def __init__(self, table: RecordTable, key: Key, claim: ClaimId) -> None:
         """Prepare to hold `claim`. Only `Worker.load` makes handles."""
         self.key = key
         self.generation = GenerationId("")
         self.unexpected: tuple[str, ...] = ()
-        self._worker = worker
+        self._table = table
         self._claim = claim
-        end = functools.partial(_end_claim, weakref.ref(worker), claim)
-        self._finalizer = weakref.finalize(self, worker._finalizers.queue.put, end)
+        end = functools.partial(_end_claim, weakref.ref(table), claim)
+        self._finalizer = weakref.finalize(self, table.finalizers.queue.put, end)
         self._finalizer.atexit = False
 
     def __enter__(self) -> torch.nn.Module:
@@ -46,11 +46,11 @@ class ModelHandle:
         Raises:
             WorkerClosed: the handle was closed.
         """
-        lock: LockId = next(self._worker._ids)
+        lock: LockId = next(self._table.ids)
         try:
-            return self._worker._lock_module(self._claim, lock)
+            return self._table.lock(self._claim, lock)
         except BaseException:
-            self._worker._unlock_module(lock)
+            self._table.unlock(lock)
             raise
 
     def __exit__(
@@ -61,19 +61,19 @@ class ModelHandle:
     ) -> None:
         chosen: list[LockId] = []
         try:
-            self._worker._unlock_last(self._claim, chosen)
+            self._table.unlock_last(self._claim, chosen)
         except CallerError:
             raise
         except BaseException:  # from outside, such as KeyboardInterrupt, at any point of it
-            self._worker._unlock_last(self._claim, chosen)
+            self._table.unlock_last(self._claim, chosen)
             raise
 
     def close(self) -> None:
         """End the claim. Locks made through it go on. May be called again, in any thread."""
         try:
-            self._worker._end_claim(self._claim)
+            self._table.end_claim(self._claim)
         except BaseException:  # from outside, at any point of it
-            self._worker._end_claim(self._claim)
+            self._table.end_claim(self._claim)
             raise
         self._finalizer.detach()
 
@@ -81,8 +81,8 @@ class ModelHandle:
         return f"<ModelHandle {self.key!r} generation {self.generation}>"
 
 
-def _end_claim(worker: weakref.ref[Worker], claim: ClaimId) -> None:
-    """End the claim of a handle that was dropped. A worker that is gone has no records."""
-    alive = worker()
+def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:
+    """End the claim of a handle that was dropped. A table that is gone has no records."""
+    alive = table()
     if alive is not None:
-        alive._end_claim(claim)
+        alive.end_claim(claim)

@@ -47,15 +47,15 @@ class Seen:
 
 
 class Holder(Protocol):
-    """Whoever keeps records of generations. The keeper calls all of it."""
+    """Whoever keeps records of generations for a worker. The keeper calls all of it."""
 
-    def _look(self, gen: GenerationId) -> Seen | None:
+    def look(self, gen: GenerationId) -> Seen | None:
         """Say what it hands out of a generation."""
 
-    def _make_room(self, gen: GenerationId) -> None:
+    def make_room(self, gen: GenerationId) -> None:
         """Let go of a generation as soon as it is idle. Runs destructors."""
 
-    def _retire(self, gen: GenerationId) -> None:
+    def retire(self, gen: GenerationId) -> None:
         """Hand a generation out no more. Runs destructors."""
 
 
@@ -195,7 +195,7 @@ class Leases:
             return  # it has ended, or something newer came
         if asked == "stale":
             for worker in list(self._workers):
-                self._attempt(worker._retire, gen)
+                self._attempt(worker.retire, gen)
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, lease, asked))
         elif not self._serve(gen, held, rested=None):
             self._acknowledge(gen, lease, asked)
@@ -213,7 +213,7 @@ class Leases:
             rested: a record that was idle a moment ago. It may be in use again, and could be each
                 time that somebody looks.
         """
-        seen = {worker: found for worker in list(self._workers) if (found := worker._look(gen))}
+        seen = {worker: found for worker in list(self._workers) if (found := worker.look(gen))}
         used = [worker for worker, found in seen.items() if found.used]
         if self._others_use(gen, held, [found.weights for found in seen.values()]):
             return False
@@ -225,7 +225,7 @@ class Leases:
             # Who is at work lets go with the last use, and hears of it; then the others do.
             held.letting_go = not used
             for worker in used or seen:
-                self._attempt(worker._make_room, gen)
+                self._attempt(worker.make_room, gen)
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, held.lease, "room"))
             return True
         return False

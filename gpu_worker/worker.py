@@ -1,67 +1,38 @@
 """The public face: attach, then state dicts and modules by key.
 
 Rules
-- One lock per worker, held for a few lines around its records; never while anything waits, and
-  never while a module is built, moved or destroyed.
-- One load per key at a time: the others wait for it and share its module, or go on by themselves
-  if it fails.
-- A handle has its claim before anyone could take the record away: lookup and claim are one step.
-- What a call leaves half done, by whatever exception, its handle's finalizer ends. That only
-  enqueues.
+- What a caller passes is checked first, then who calls, and only then is anything asked or changed.
+- A worker has no state of its own: its records and their lock are the table's, and the session is
+  the client's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import logging
 import os
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from gpu_worker import arguments, registry
 from gpu_worker.callbacks import Callbacks
-from gpu_worker.client import Client
-from gpu_worker.flights import Flight, Flights
 from gpu_worker.handle import ModelHandle
-from gpu_worker.keeper import Keeper
-from gpu_worker.leases import Seen
-from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
-from gpu_worker.reentry import owned, refuse_reentry
-from gpu_worker.request import Ask, Build, Charge, Progress
-from gpu_worker.waits import refuse_fork
-from shm_store.errors import (
-    ArgumentRefused,
-    CallerError,
-    CoordinatorLost,
-    ResourceError,
-    WorkerClosed,
-    listed,
-)
-from shm_store.keys import GenerationId, parse_key
+from gpu_worker.record_table import RecordTable, Wish
+from gpu_worker.records import ClaimId, Held
+from gpu_worker.request import Build, Progress
+from shm_store.errors import ArgumentRefused, CoordinatorLost, ResourceError, WorkerClosed
+from shm_store.keys import parse_key
 from shm_store.paths import socket_path
 from shm_store.wire import TIMEOUT_LIMIT_S
 
 if TYPE_CHECKING:
     import torch
 
-    from gpu_worker.module import Assembled
-
 logger = logging.getLogger("gpu_worker")
 
 DEVICES = ("cpu",)
-IDLE_STEP_S = 0.02
-"""The least between two looks for what was unused for `idle_timeout`."""
-
-RAM = "ram"
-"""The pool that private weights are charged to."""
 
 
 def attach(
@@ -118,56 +89,6 @@ def attach(
     return Worker(socket_path(socket), name, str(device), callbacks, idle_s)
 
 
-_this_pid = os.getpid()
-"""As getpid() says, without the system call, for locks alone: it costs as much as half of one."""
-
-
-def _note_fork() -> None:
-    global _this_pid
-    _this_pid = os.getpid()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
-
-
-class _Caller(threading.local):
-    """The calling thread, looked up once: that costs as much as a bare lock."""
-
-    def __init__(self) -> None:
-        self.thread = threading.current_thread()
-
-
-_caller = _Caller()
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What a record keeps: a module, the mode it was loaded in, and the names it does not use.
-
-    `weights` are the mapped bytes, if they are shared. The module may not use them any more, as
-    after `half()`; but as long as it is handed out, its lease goes on, or nobody would tell that it
-    is retired.
-    """
-
-    module: torch.nn.Module
-    train: bool
-    unexpected: tuple[str, ...]
-    weights: object
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """What a load is to make."""
-
-    ask: Ask
-    origin: Origin
-    skeleton: Callable[[], torch.nn.Module]
-    train: bool
-    progress: Progress | None
-    private: bool
-
-
 class Worker:
     """An attached process's weights. Made by `attach`; thread-safe; a context manager.
 
@@ -184,17 +105,8 @@ class Worker:
         idle_s: float | None = None,
     ) -> None:
         """Share the connection to the coordinator on `path`."""
-        self._lock = threading.RLock()
-        self._records: Records[_Loaded] = Records()
-        self._flights = Flights(self._lock)
-        self._ids: Iterator[Any] = itertools.count(1)
-        """Of claims and locks; to name their types would be a call at each lock."""
-        self._callbacks = callbacks
-        self._idle_s = idle_s
-        # Last: from here on the coordinator's requests arrive.
-        self._client: Client = registry.share(path, name, device, self)
-        if idle_s is not None:
-            self._client.keeper.put_at(time.monotonic() + idle_s, _expiring(self))
+        self._table = RecordTable(path, name, device, callbacks, idle_s)
+        self._client = self._table.client
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -239,15 +151,11 @@ class Worker:
         ask, _ = arguments.asked(key, source, build, version)
         timeout_s = arguments.timeout_s(timeout)
         arguments.callback("progress", progress)
-        self._check_caller(waits=True)
-        if self._records.closed:
-            raise WorkerClosed("the worker was shut down")
-        with self._lock:
-            self._flights.refuse_in_skeleton(ask.key)
+        self._table.check_caller(waits=True)
+        self._table.refuse_closed()
+        self._table.refuse_in_skeleton(ask.key)
         granted = self._client.acquire(ask, timeout_s, progress)
-        with self._lock:
-            gone = self._records.outdate(ask.key, granted.gen)
-        self._let_go(gone)
+        self._table.outdate(ask.key, granted.gen)
         from gpu_worker.tensors import tensors
 
         return tensors(granted.buffer)
@@ -292,10 +200,10 @@ class Worker:
         arguments.check_private(private, build)
         if private:
             origin = dataclasses.replace(origin, kind="private")
-        self._check_caller(waits=True)
-        handle = ModelHandle(self, ask.key, ClaimId(next(self._ids)))
-        wish = _Wish(ask, origin, skeleton, train, progress, private)
-        record = self._claim(handle._claim, wish, timeout_s)
+        self._table.check_caller(waits=True)
+        handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
+        wish = Wish(ask, origin, skeleton, train, progress, private)
+        record = self._table.claim(handle._claim, wish, timeout_s)
         if record.module.train is not train:
             handle.close()
             raise ArgumentRefused(
@@ -344,9 +252,8 @@ class Worker:
         Waits for room behind every load, and takes nothing from anybody. What goes wrong is logged.
         """
         ask, _ = arguments.asked(key, source, None, "")
-        self._check_caller(waits=True)
-        if self._records.closed:
-            raise WorkerClosed("the worker was shut down")
+        self._table.check_caller(waits=True)
+        self._table.refuse_closed()
         self._client.prefetch(ask)
 
     # --- ends -----------------------------------------------------------------------------------
@@ -365,12 +272,8 @@ class Worker:
         """
         name = parse_key(key)
         timeout_s = arguments.timeout_s(timeout)
-        self._check_caller(waits=True)
-        with self._lock:
-            if self._records.closed:
-                raise WorkerClosed("the worker was shut down")
-            gone = self._records.evict_private(name)
-        self._let_go(gone)
+        self._table.check_caller(waits=True)
+        self._table.invalidate_private(name)
         return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def evict(self, key: str) -> bool:
@@ -380,12 +283,8 @@ class Worker:
         last use. The bytes are given back when the last tensor of them is gone, see `flush`.
         """
         name = parse_key(key)
-        self._check_caller()
-        with self._lock:
-            gone = self._records.evict(name)
-        evicted = bool(gone)
-        self._let_go(gone)
-        return evicted
+        self._table.check_caller()
+        return self._table.evict(name)
 
     def flush(self, timeout: float = 10.0) -> None:
         """Wait until everything let go of so far has taken effect at the coordinator.
@@ -396,7 +295,7 @@ class Worker:
             WorkerClosed: it was closed, after `shutdown`.
         """
         timeout_s = arguments.timeout_s(timeout)
-        self._check_caller(waits=True)
+        self._table.check_caller(waits=True)
         self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
 
     def shutdown(self, timeout: float = 10.0) -> tuple[Held, ...]:
@@ -410,22 +309,15 @@ class Worker:
             timeout: seconds to wait until what was given back has taken effect.
         """
         timeout_s = arguments.timeout_s(timeout)
-        self._check_caller(waits=True)
-        with self._lock:
-            gone = self._records.close()
-        self._let_go(gone)
+        self._table.check_caller(waits=True)
+        self._table.close()
         # Each time: what was dropped since is garbage in the keeper's queue, and not held.
         try:
             self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
         except (CoordinatorLost, ResourceError, WorkerClosed) as error:
             logger.info("shut down without the coordinator's word: %s", error)
-        registry.leave(self._client, self)
-        with self._lock:
-            held = self._records.held()
-            used = {(one.key, thread) for one in held for thread in one.threads}
-            loading = self._flights.held()
-        # One that has its record is still about to land.
-        return (*held, *(one for one in loading if (one.key, *one.threads) not in used))
+        registry.leave(self._client, self._table)
+        return self._table.held()
 
     def __enter__(self) -> Self:
         return self
@@ -438,217 +330,3 @@ class Worker:
     ) -> None:
         if os.getpid() == self._client.pid:
             self.shutdown()
-
-    # --- loading --------------------------------------------------------------------------------
-
-    def _claim(self, claim: ClaimId, wish: _Wish, timeout_s: float | None) -> Record[_Loaded]:
-        """Put `claim` on the record of a key, made by this thread or by one that is at it."""
-        key, whose = wish.ask.key, _caller.thread
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        mine = Flight(key)
-        record: Record[_Loaded] | None = None
-        try:
-            while True:
-                with self._lock:
-                    if self._records.closed:
-                        raise WorkerClosed("the worker was shut down")
-                    record = self._records.claim(key, wish.origin, claim, whose)
-                    if record is None:
-                        self._flights.refuse_in_skeleton(key)
-                        flight = self._flights.board(mine)
-                if record is not None:
-                    self._callbacks.hit(key, record.generation)
-                    return record
-                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-                if flight is mine:
-                    return self._load(claim, wish, left_s, mine)
-                self._flights.wait(flight, left_s)
-        finally:
-            mine.over = True  # first, see the note in `flights`
-            self._flights.land(mine)
-
-    def _load(
-        self, claim: ClaimId, wish: _Wish, timeout_s: float | None, flight: Flight
-    ) -> Record[_Loaded]:
-        """Ask the coordinator, and make the record unless there is one of that generation."""
-        key, whose = wish.ask.key, _caller.thread
-        self._callbacks.miss(key)
-        from gpu_worker import module
-
-        weights: object = None
-        if wish.private:
-            gen, assembled = self._load_private(wish, timeout_s)
-        else:
-            granted = self._client.acquire(wish.ask, timeout_s, wish.progress)
-            gen, weights = granted.gen, granted.buffer
-            with self._lock:
-                record = self._records.adopt(key, gen, wish.origin, claim, whose)
-            if record is not None:
-                return record
-            flight.in_skeleton = True
-            assembled = module.assemble(
-                key, wish.skeleton, granted.buffer, wish.train, granted.left_s
-            )
-        refuse_fork(self._client.pid)
-        if assembled.unexpected:
-            logger.info(
-                "weight-cache: %r: the weights have %d tensor(s) that the skeleton does not use: "
-                "%s",
-                key,
-                len(assembled.unexpected),
-                listed(assembled.unexpected),
-            )
-        loaded = _Loaded(assembled.module, wish.train, assembled.unexpected, weights)
-        record = Record(key, gen, wish.origin, loaded)
-        with self._lock:
-            # What the coordinator asks from now on finds the record.
-            gone = self._records.admit(record, claim, self._client.leases.asked(gen), whose)
-        self._let_go(gone)
-        return record
-
-    def _load_private(self, wish: _Wish, timeout_s: float | None) -> tuple[GenerationId, Assembled]:
-        """Build the weights in this process alone, and have their memory counted."""
-        from gpu_worker import module
-
-        key = wish.ask.key
-        assert wish.ask.build is not None
-        assembled = module.private(wish.ask.build, wish.train)
-        size_bytes = max(1, module.held_bytes(assembled.module))
-        charge = Charge()
-        # Its tensors go with it, unless somebody keeps one, which nobody could count.
-        end = weakref.finalize(assembled.module, self._client.leases.discharge, charge)
-        end.atexit = False
-        self._client.charge(charge, key, RAM, size_bytes, timeout_s)
-        return charge.gen, assembled
-
-    # --- for handles ----------------------------------------------------------------------------
-
-    @property
-    def _finalizers(self) -> Keeper:
-        """Takes what a finalizer wants done: anything that is called with no argument."""
-        return self._client.keeper
-
-    def _lock_module(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
-        """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
-        if _this_pid != self._client.pid or owned(self._lock):
-            self._check_caller()  # says which
-        with self._lock:
-            return self._records.lock(claim, lock, _caller.thread).module
-
-    def _unlock_module(self, lock: LockId) -> None:
-        """End a lock, if it is one."""
-        self._settle(functools.partial(self._records.unlock, lock, time.monotonic()))
-
-    def _unlock_last(self, claim: ClaimId, chosen: list[LockId]) -> None:
-        """End the newest lock made through `claim`. Raises CallerError if there is none.
-
-        `chosen` is empty, and gets that lock; called again with it, this ends no other one.
-        As `_settle`, but spelt out: this and `_lock_module` are in the user's hot path.
-        """
-        if _this_pid != self._client.pid:
-            return
-        if owned(self._lock):
-            self._client.keeper.put(functools.partial(self._unlock_last, claim, chosen))
-            return
-        with self._lock:
-            if not chosen:
-                lock = self._records.last_lock(claim)
-                if lock is None:
-                    raise CallerError("the handle is left more often than it was entered")
-                chosen.append(lock)
-            gone = self._records.unlock(chosen[0], time.monotonic())
-        if gone:
-            self._let_go(gone)
-
-    def _end_claim(self, claim: ClaimId) -> None:
-        """End a claim, if it is one."""
-        self._settle(functools.partial(self._records.end_claim, claim, time.monotonic()))
-
-    def _settle(self, end: Callable[[], list[Record[_Loaded]]]) -> None:
-        """End a use of a record. What is let go of is destroyed after the lock is free."""
-        if os.getpid() != self._client.pid:
-            return  # what a forked child inherited is its parent's to end
-        if owned(self._lock):
-            # Inside another call of this thread, as by a finalizer: the keeper does it after that.
-            self._client.keeper.put(functools.partial(self._settle, end))
-            return
-        with self._lock:
-            gone = end()
-        self._let_go(gone)
-
-    def _let_go(self, gone: list[Record[_Loaded]], *, later: bool = False) -> None:
-        """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held.
-
-        Of what is idle, and watched, only the client is told.
-
-        Args:
-            later: tell in the keeper, behind the unmapping and the RELEASE.
-        """
-        if not gone:
-            return
-        told = [(r.key, r.generation, r.going) for r in gone if r.going is not None]
-        idle = [(r.generation, id(r)) for r in gone]
-        gone.clear()
-        for gen, record in idle:
-            self._client.leases.idle(gen, record)
-        asked_for = [gen for _, gen, cause in told if cause == "room"]
-        if asked_for:
-            self._client.leases.collect_if_kept(asked_for)
-        if later:
-            self._client.keeper.put(functools.partial(self._callbacks.evicted, told))
-        else:
-            self._callbacks.evicted(told)
-
-    # --- for the keeper -------------------------------------------------------------------------
-
-    def _retire(self, gen: GenerationId) -> None:
-        """Hand a generation out no more."""
-        with self._lock:
-            gone = self._records.retire(gen)
-        self._let_go(gone, later=True)
-
-    def _look(self, gen: GenerationId) -> Seen | None:
-        """Say what this worker has of a generation."""
-        with self._lock:
-            seen = self._records.look(gen)
-        return None if seen is None else Seen(id(seen[0]), seen[0].module.weights, seen[1])
-
-    def _make_room(self, gen: GenerationId) -> None:
-        """Let go of a generation as soon as it is idle."""
-        with self._lock:
-            gone = self._records.make_room(gen)
-        self._let_go(gone, later=True)
-
-    def _expire(self) -> None:
-        """Evict what was unused for `idle_timeout`, and come again when more could be."""
-        assert self._idle_s is not None
-        now_s = time.monotonic()
-        with self._lock:
-            gone = self._records.expire(now_s - self._idle_s)
-            since_s = self._records.unused_since_s()
-            closed = self._records.closed
-        if not closed:
-            next_s = (now_s if since_s is None else since_s) + self._idle_s
-            self._client.keeper.put_at(max(next_s, now_s + IDLE_STEP_S), _expiring(self))
-        self._let_go(gone, later=True)
-
-    def _check_caller(self, *, waits: bool = False) -> None:
-        """Refuse a caller that could only hang, or that this worker does not belong to."""
-        if waits:
-            self._client.check_caller()
-        else:
-            refuse_fork(self._client.pid)
-        if owned(self._lock):
-            refuse_reentry()
-
-
-def _expiring(worker: Worker) -> Callable[[], None]:
-    """Return a task that expires what `worker` keeps, if it is still there."""
-    known = weakref.ref(worker)
-
-    def expire() -> None:
-        alive = known()
-        if alive is not None:
-            alive._expire()
-
-    return expire

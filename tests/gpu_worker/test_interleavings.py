@@ -32,7 +32,14 @@ PACKAGE = os.path.dirname(gpu_worker.__file__)
 
 FILES = {
     os.path.join(PACKAGE, name)
-    for name in ("worker.py", "handle.py", "records.py", "flights.py", "callbacks.py")
+    for name in (
+        "worker.py",
+        "handle.py",
+        "record_table.py",
+        "records.py",
+        "flights.py",
+        "callbacks.py",
+    )
 }
 """Where no other lock than the worker's is held."""
 
@@ -119,7 +126,8 @@ class Scene:
         self.serving = self.coordinator.call(self.coordinator.serve)
         self.worker: Worker = attaching.result(WAIT_S)
         self.lock = WatchedLock()
-        self.worker._lock = self.worker._flights._lock = self.lock
+        table = self.worker._table
+        table._lock = table._flights._lock = self.lock
         self.made: list[weakref.ref[Weights]] = []
         self.told: list[str] = []
         self.handles: list[gpu_worker.ModelHandle] = []
@@ -199,7 +207,7 @@ class Scene:
         for handle in self.handles:
             with handle as module:
                 assert float(module.state_dict()["w"].sum()) == 120
-        self.worker._records.check()
+        self.worker._table._records.check()
 
     def end(self) -> None:
         """Everything was given back, once."""
@@ -315,7 +323,7 @@ def test_a_hit_comes_before_an_eviction_or_after_it(each_meeting):
 def test_two_locks_through_one_handle_end_one_each(each_meeting):
     """Neither ends the other's, so none is left."""
     for scene in each_meeting(locked_twice, "leave", "leave"):
-        assert [(one.claims, one.locks) for one in scene.worker._records.held()] == [(1, 0)]
+        assert [(one.claims, one.locks) for one in scene.worker._table._records.held()] == [(1, 0)]
 
 
 @pytest.mark.parametrize("asked", ["room", "stale"])

@@ -183,7 +183,7 @@ def test_a_call_leaves_nothing_half_done(served, key, source, other_thread, call
 
     for place in each_point(prepare):
         assert worker is not None
-        again = gpu_worker.attach(served.socket) if worker._records.closed else worker
+        again = gpu_worker.attach(served.socket) if worker._table._records.closed else worker
         check_whole(again, key, other_thread, **weights)
         assert again.shutdown() == () or place == LEFT_LOCKED, place
         worker.shutdown()

@@ -43,7 +43,7 @@ class KeptBusy:
 
     def __init__(self, worker: gpu_worker.Worker) -> None:
         self.begun, self.over = threading.Event(), threading.Event()
-        worker._finalizers.put(self.hold)
+        worker._client.keeper.put(self.hold)
         assert self.begun.wait(WAIT_S)
 
     def hold(self) -> None:
@@ -98,7 +98,7 @@ class TestQueue:
         del handle
         with ThreadPoolExecutor(1) as threads:
             ending = threads.submit(worker.shutdown)
-            wait_until(lambda: worker._records.closed)
+            wait_until(lambda: worker._table._records.closed)
             assert leases(operator, key) == 1
             assert not ending.done()
             busy.over.set()
@@ -147,11 +147,11 @@ class TestOnce:
                 wait_until(lambda: [one.asked for one in asked(operator, key)] in ([], ["room"]))
                 worker.flush()
             case "unused":
-                worker._idle_s = 0.0
-                worker._expire()
+                worker._table._idle_s = 0.0
+                worker._table._expire()
                 if held:
                     handle.close()
-                    worker._expire()
+                    worker._table._expire()
             case "shutdown":
                 worker.shutdown()
         if held:
@@ -231,7 +231,7 @@ class TestRaising:
             raise error
 
         monkeypatch.setattr("gpu_worker.callbacks.logger.error", log)
-        worker._finalizers.put(lambda: 1 / 0)
+        worker._client.keeper.put(lambda: 1 / 0)
         handle = worker.load(key, skeleton=skeleton, source=source)
         del handle
         worker.flush()

@@ -123,15 +123,16 @@ class TestRoom:
     ):
         handle = worker.load("mine", skeleton=wide, source=file)
         asks(other, "theirs", file)
-        wait_until(lambda: [r for r in worker._records._current.values() if r.going == "room"])
-        settle, interrupts = worker._records._settle, iter([KeyboardInterrupt])
+        records = worker._table._records
+        wait_until(lambda: [r for r in records._current.values() if r.going == "room"])
+        settle, interrupts = records._settle, iter([KeyboardInterrupt])
 
         def interrupted(record, now_s=0.0):
             for interrupt in interrupts:
                 raise interrupt
             return settle(record, now_s)
 
-        monkeypatch.setattr(worker._records, "_settle", interrupted)
+        monkeypatch.setattr(records, "_settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             handle.close()
         assert isinstance(other.expect(Grant), Grant)
@@ -165,7 +166,7 @@ class TestRoom:
         first = worker.load("mine", skeleton=wide, source=file)
         held = second.load("mine", skeleton=wide, source=file)
         asks(other, "theirs", file)
-        wait_until(lambda: worker._records._current["mine"].watched)
+        wait_until(lambda: worker._table._records._current["mine"].watched)
         first.close()
         worker.flush()
         assert told == [], "the other worker still uses the bytes"
@@ -226,11 +227,11 @@ class TestRoom:
         gen, lease = _lease(busy.load("mine", file))
         asks(other, "theirs", file)
         busy.expect(Revoke)
-        wait_until(lambda: worker._records._current["mine"].watched)
+        wait_until(lambda: worker._table._records._current["mine"].watched)
         handle.close()
-        wait_until(lambda: not worker._records._current["mine"].watched)
+        wait_until(lambda: not worker._table._records._current["mine"].watched)
         with worker.use("mine", skeleton=wide, source=file):
-            assert not worker._records._current["mine"].watched
+            assert not worker._table._records._current["mine"].watched
         busy.send(Ack(gen, lease, "idle", idle=True))
         assert busy.expect(Revoke).asked == "room"
         busy.send(Release(gen, lease))
@@ -448,13 +449,13 @@ class TestIdle:
         )
         swept = threading.Event()
         with worker.use("mine", skeleton=wide, source=file):
-            expire = worker._records.expire
+            expire = worker._table._records.expire
 
             def sweep(before_s: float):
                 swept.set()
                 return expire(before_s)
 
-            monkeypatch.setattr(worker._records, "expire", sweep)
+            monkeypatch.setattr(worker._table._records, "expire", sweep)
             assert swept.wait(WAIT_S)
             assert told == []
         wait_until(lambda: told == [("mine", "unused")])
@@ -514,7 +515,7 @@ class TestCallbacks:
 
 def _only(worker) -> str:
     """The one generation that a worker keeps a record of."""
-    (record,) = worker._records._current.values()
+    (record,) = worker._table._records._current.values()
     return record.generation
 
 

@@ -202,7 +202,7 @@ class TestHandles:
         held, over = threading.Event(), threading.Event()
 
         def hold():
-            with worker._lock:
+            with worker._table._lock:
                 held.set()
                 return over.wait(2)
 
@@ -233,7 +233,7 @@ class TestHandles:
         self, worker, handle, monkeypatch
     ):
         """Were both to pick the same lock to end, the other would last for ever."""
-        last_lock = worker._records.last_lock
+        last_lock = worker._table._records.last_lock
         both = threading.Barrier(2)
 
         def together(claim):
@@ -242,7 +242,7 @@ class TestHandles:
                 both.wait(0.2)
             return lock
 
-        monkeypatch.setattr(worker._records, "last_lock", together)
+        monkeypatch.setattr(worker._table._records, "last_lock", together)
         handle.__enter__()
         handle.__enter__()
         with ThreadPoolExecutor(2) as threads:
@@ -257,7 +257,7 @@ class TestHandles:
         self, worker, key, source, monkeypatch, step
     ):
         """S23: at the worst moment, when it has been done and nobody knows."""
-        done = getattr(worker._records, step)
+        done = getattr(worker._table._records, step)
 
         def interrupted(*arguments):
             done(*arguments)
@@ -272,7 +272,7 @@ class TestHandles:
                 pass
 
         worker.load(key, skeleton=skeleton, source=source).close()
-        monkeypatch.setattr(worker._records, step, interrupted)
+        monkeypatch.setattr(worker._table._records, step, interrupted)
         try:
             use()
         except KeyboardInterrupt:
@@ -298,9 +298,9 @@ class TestHandles:
 
     def test_closing_it_inside_a_call_is_left_to_the_keeper(self, worker, handle, key):
         """As by the finalizer of something of the user's, while a call of ours collects garbage."""
-        with worker._lock:
+        with worker._table._lock:
             handle.close()
-            assert worker._records.held()
+            assert worker._table._records.held()
             with pytest.raises(CallerError):
                 worker.evict(key)
         worker.flush()

@@ -124,7 +124,7 @@ class TestExit:
                     while time.monotonic() < end_s:
                         torch.ones(100_000).sum()
             worker.load("slow", skeleton=Slow, build=skeleton)
-            worker._finalizers.put(lambda: worker.evict("slow"))
+            worker._client.keeper.put(lambda: worker.evict("slow"))
             assert destroying.wait(60)
             """
         )
@@ -136,7 +136,7 @@ class TestExit:
             """
             import threading
             for _ in range(60):
-                worker._finalizers.put(lambda: threading.Event().wait(1))
+                worker._client.keeper.put(lambda: threading.Event().wait(1))
             """
         )
         assert time.monotonic() - started_s < 9
@@ -253,7 +253,7 @@ class TestFork:
             handle = load()
             held, over = threading.Event(), threading.Event()
             def hold():
-                with registry._registry, worker._client._lock, worker._lock:
+                with registry._registry, worker._client._lock, worker._table._lock:
                     held.set()
                     over.wait()
             threading.Thread(target=hold).start()
@@ -317,7 +317,7 @@ class TestFork:
             import signal, threading
             held, over = threading.Event(), threading.Event()
             def hold():
-                with worker._client._lock, worker._lock:
+                with worker._client._lock, worker._table._lock:
                     held.set()
                     over.wait()
             holding = threading.Thread(target=hold)
@@ -378,7 +378,7 @@ class TestFork:
                     yield step_s
             child = None
             if "MODULE" == "client":
-                worker._finalizers.put(slow)
+                worker._client.keeper.put(slow)
             else:
                 callbacks = {"skeleton": skeleton, "build": skeleton}
                 callbacks["skeleton" if "MODULE" == "module" else "build"] = slow

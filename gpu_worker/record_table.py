@@ -1,0 +1,391 @@
+"""The records of one worker as its threads and the keeper use them: loads, claims, locks, ends.
+
+Rules
+- One lock, held for a few lines around the records; never while anything waits, and never while a
+  module is built, moved or destroyed.
+- One load per key at a time: the others wait for it and share its module, or go on by themselves
+  if it fails.
+- A handle has its claim before anyone could take the record away: lookup and claim are one step.
+- What a call leaves half done, by whatever exception, its handle's finalizer ends. That only
+  enqueues.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpu_worker import registry
+from gpu_worker.callbacks import Callbacks
+from gpu_worker.client import Client
+from gpu_worker.flights import Flight, Flights
+from gpu_worker.keeper import Keeper
+from gpu_worker.leases import Seen
+from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
+from gpu_worker.reentry import owned, refuse_reentry
+from gpu_worker.request import Ask, Charge, Progress
+from gpu_worker.waits import refuse_fork
+from shm_store.errors import CallerError, WorkerClosed, listed
+from shm_store.keys import GenerationId, Key
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_worker.module import Assembled
+
+logger = logging.getLogger("gpu_worker")
+
+IDLE_STEP_S = 0.02
+"""The least between two looks for what was unused for `idle_timeout`."""
+
+RAM = "ram"
+"""The pool that private weights are charged to."""
+
+
+_this_pid = os.getpid()
+"""As getpid() says, without the system call, for locks alone: it costs as much as half of one."""
+
+
+def _note_fork() -> None:
+    global _this_pid
+    _this_pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Caller(threading.local):
+    """The calling thread, looked up once: that costs as much as a bare lock."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+
+_caller = _Caller()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a record keeps: a module, the mode it was loaded in, and the names it does not use.
+
+    `weights` are the mapped bytes, if they are shared. The module may not use them any more, as
+    after `half()`; but as long as it is handed out, its lease goes on, or nobody would tell that it
+    is retired.
+    """
+
+    module: torch.nn.Module
+    train: bool
+    unexpected: tuple[str, ...]
+    weights: object
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a load is to make."""
+
+    ask: Ask
+    origin: Origin
+    skeleton: Callable[[], torch.nn.Module]
+    train: bool
+    progress: Progress | None
+    private: bool
+
+
+class RecordTable:
+    """What one worker keeps for its keys. Thread-safe; a `Holder` of its session.
+
+    Sole owner of the records: everything here that lets go of some destroys their modules and tells
+    of it, with no lock held.
+    """
+
+    def __init__(
+        self, path: str, name: str, device: str, callbacks: Callbacks, idle_s: float | None
+    ) -> None:
+        """Share the connection to the coordinator on `path`.
+
+        Args:
+            idle_s: evict what was unused for so long. None keeps it.
+        """
+        self._lock = threading.RLock()
+        self._records: Records[Loaded] = Records()
+        self._flights = Flights(self._lock)
+        self.ids: Iterator[Any] = itertools.count(1)
+        """Of claims and locks; to name their types would be a call at each lock."""
+        self._callbacks = callbacks
+        self._idle_s = idle_s
+        # Last: from here on the coordinator's requests arrive.
+        self.client: Client = registry.share(path, name, device, self)
+        if idle_s is not None:
+            self.client.keeper.put_at(time.monotonic() + idle_s, _expiring(self))
+
+    # --- for the worker -------------------------------------------------------------------------
+
+    def check_caller(self, *, waits: bool = False) -> None:
+        """Refuse a caller that could only hang, or that this worker does not belong to."""
+        if waits:
+            self.client.check_caller()
+        else:
+            refuse_fork(self.client.pid)
+        if owned(self._lock):
+            refuse_reentry()
+
+    def refuse_closed(self) -> None:
+        """Raise WorkerClosed after `close`."""
+        if self._records.closed:
+            raise WorkerClosed("the worker was shut down")
+
+    def refuse_in_skeleton(self, key: Key) -> None:
+        """Raise CallerError if this thread builds a module: it is not to wait for `key` then."""
+        with self._lock:
+            self._flights.refuse_in_skeleton(key)
+
+    def claim(self, claim: ClaimId, wish: Wish, timeout_s: float | None) -> Record[Loaded]:
+        """Put `claim` on the record of a key, made by this thread or by one that is at it."""
+        key, whose = wish.ask.key, _caller.thread
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        mine = Flight(key)
+        record: Record[Loaded] | None = None
+        try:
+            while True:
+                with self._lock:
+                    self.refuse_closed()
+                    record = self._records.claim(key, wish.origin, claim, whose)
+                    if record is None:
+                        self._flights.refuse_in_skeleton(key)
+                        flight = self._flights.board(mine)
+                if record is not None:
+                    self._callbacks.hit(key, record.generation)
+                    return record
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                if flight is mine:
+                    return self._load(claim, wish, left_s, mine)
+                self._flights.wait(flight, left_s)
+        finally:
+            mine.over = True  # first, see the note in `flights`
+            self._flights.land(mine)
+
+    def outdate(self, key: Key, newer: GenerationId) -> None:
+        """Let go of the record of `key` if it is older than `newer`, which was just granted."""
+        with self._lock:
+            gone = self._records.outdate(key, newer)
+        self._let_go(gone)
+
+    def evict(self, key: Key) -> bool:
+        """Let go of the record of `key`, and say whether it was idle, and so is gone."""
+        with self._lock:
+            gone = self._records.evict(key)
+        evicted = bool(gone)
+        self._let_go(gone)
+        return evicted
+
+    def invalidate_private(self, key: Key) -> None:
+        """Let go of the record of `key` if it is private. Raises WorkerClosed after `close`."""
+        with self._lock:
+            self.refuse_closed()
+            gone = self._records.evict_private(key)
+        self._let_go(gone)
+
+    def close(self) -> None:
+        """Let go of everything, and make no record that is not stale."""
+        with self._lock:
+            gone = self._records.close()
+        self._let_go(gone)
+
+    def held(self) -> tuple[Held, ...]:
+        """Return what is in use, and the loads under way."""
+        with self._lock:
+            held = self._records.held()
+            used = {(one.key, thread) for one in held for thread in one.threads}
+            loading = self._flights.held()
+        # One that has its record is still about to land.
+        return (*held, *(one for one in loading if (one.key, *one.threads) not in used))
+
+    # --- for handles ----------------------------------------------------------------------------
+
+    @property
+    def finalizers(self) -> Keeper:
+        """Takes what a finalizer wants done: anything that is called with no argument."""
+        return self.client.keeper
+
+    def lock(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
+        """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
+        if _this_pid != self.client.pid or owned(self._lock):
+            self.check_caller()  # says which
+        with self._lock:
+            return self._records.lock(claim, lock, _caller.thread).module
+
+    def unlock(self, lock: LockId) -> None:
+        """End a lock, if it is one."""
+        self._settle(functools.partial(self._records.unlock, lock, time.monotonic()))
+
+    def unlock_last(self, claim: ClaimId, chosen: list[LockId]) -> None:
+        """End the newest lock made through `claim`. Raises CallerError if there is none.
+
+        `chosen` is empty, and gets that lock; called again with it, this ends no other one.
+        As `_settle`, but spelt out: this and `lock` are in the user's hot path.
+        """
+        if _this_pid != self.client.pid:
+            return
+        if owned(self._lock):
+            self.client.keeper.put(functools.partial(self.unlock_last, claim, chosen))
+            return
+        with self._lock:
+            if not chosen:
+                lock = self._records.last_lock(claim)
+                if lock is None:
+                    raise CallerError("the handle is left more often than it was entered")
+                chosen.append(lock)
+            gone = self._records.unlock(chosen[0], time.monotonic())
+        if gone:
+            self._let_go(gone)
+
+    def end_claim(self, claim: ClaimId) -> None:
+        """End a claim, if it is one."""
+        self._settle(functools.partial(self._records.end_claim, claim, time.monotonic()))
+
+    # --- for the keeper -------------------------------------------------------------------------
+
+    def retire(self, gen: GenerationId) -> None:
+        """Hand a generation out no more."""
+        with self._lock:
+            gone = self._records.retire(gen)
+        self._let_go(gone, later=True)
+
+    def look(self, gen: GenerationId) -> Seen | None:
+        """Say what this worker has of a generation."""
+        with self._lock:
+            seen = self._records.look(gen)
+        return None if seen is None else Seen(id(seen[0]), seen[0].module.weights, seen[1])
+
+    def make_room(self, gen: GenerationId) -> None:
+        """Let go of a generation as soon as it is idle."""
+        with self._lock:
+            gone = self._records.make_room(gen)
+        self._let_go(gone, later=True)
+
+    def _expire(self) -> None:
+        """Evict what was unused for `idle_timeout`, and come again when more could be."""
+        assert self._idle_s is not None
+        now_s = time.monotonic()
+        with self._lock:
+            gone = self._records.expire(now_s - self._idle_s)
+            since_s = self._records.unused_since_s()
+            closed = self._records.closed
+        if not closed:
+            next_s = (now_s if since_s is None else since_s) + self._idle_s
+            self.client.keeper.put_at(max(next_s, now_s + IDLE_STEP_S), _expiring(self))
+        self._let_go(gone, later=True)
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def _load(
+        self, claim: ClaimId, wish: Wish, timeout_s: float | None, flight: Flight
+    ) -> Record[Loaded]:
+        """Ask the coordinator, and make the record unless there is one of that generation."""
+        key, whose = wish.ask.key, _caller.thread
+        self._callbacks.miss(key)
+        from gpu_worker import module
+
+        weights: object = None
+        if wish.private:
+            gen, assembled = self._load_private(wish, timeout_s)
+        else:
+            granted = self.client.acquire(wish.ask, timeout_s, wish.progress)
+            gen, weights = granted.gen, granted.buffer
+            with self._lock:
+                record = self._records.adopt(key, gen, wish.origin, claim, whose)
+            if record is not None:
+                return record
+            flight.in_skeleton = True
+            assembled = module.assemble(
+                key, wish.skeleton, granted.buffer, wish.train, granted.left_s
+            )
+        refuse_fork(self.client.pid)
+        if assembled.unexpected:
+            logger.info(
+                "weight-cache: %r: the weights have %d tensor(s) that the skeleton does not use: "
+                "%s",
+                key,
+                len(assembled.unexpected),
+                listed(assembled.unexpected),
+            )
+        loaded = Loaded(assembled.module, wish.train, assembled.unexpected, weights)
+        record = Record(key, gen, wish.origin, loaded)
+        with self._lock:
+            # What the coordinator asks from now on finds the record.
+            gone = self._records.admit(record, claim, self.client.leases.asked(gen), whose)
+        self._let_go(gone)
+        return record
+
+    def _load_private(self, wish: Wish, timeout_s: float | None) -> tuple[GenerationId, Assembled]:
+        """Build the weights in this process alone, and have their memory counted."""
+        from gpu_worker import module
+
+        key = wish.ask.key
+        assert wish.ask.build is not None
+        assembled = module.private(wish.ask.build, wish.train)
+        size_bytes = max(1, module.held_bytes(assembled.module))
+        charge = Charge()
+        # Its tensors go with it, unless somebody keeps one, which nobody could count.
+        end = weakref.finalize(assembled.module, self.client.leases.discharge, charge)
+        end.atexit = False
+        self.client.charge(charge, key, RAM, size_bytes, timeout_s)
+        return charge.gen, assembled
+
+    # --- letting go -----------------------------------------------------------------------------
+
+    def _settle(self, end: Callable[[], list[Record[Loaded]]]) -> None:
+        """End a use of a record. What is let go of is destroyed after the lock is free."""
+        if os.getpid() != self.client.pid:
+            return  # what a forked child inherited is its parent's to end
+        if owned(self._lock):
+            # Inside another call of this thread, as by a finalizer: the keeper does it after that.
+            self.client.keeper.put(functools.partial(self._settle, end))
+            return
+        with self._lock:
+            gone = end()
+        self._let_go(gone)
+
+    def _let_go(self, gone: list[Record[Loaded]], *, later: bool = False) -> None:
+        """Destroy what was evicted, then tell of it. Runs other people's code: no lock is held.
+
+        Of what is idle, and watched, only the client is told.
+
+        Args:
+            later: tell in the keeper, behind the unmapping and the RELEASE.
+        """
+        if not gone:
+            return
+        told = [(r.key, r.generation, r.going) for r in gone if r.going is not None]
+        idle = [(r.generation, id(r)) for r in gone]
+        gone.clear()
+        for gen, record in idle:
+            self.client.leases.idle(gen, record)
+        asked_for = [gen for _, gen, cause in told if cause == "room"]
+        if asked_for:
+            self.client.leases.collect_if_kept(asked_for)
+        if later:
+            self.client.keeper.put(functools.partial(self._callbacks.evicted, told))
+        else:
+            self._callbacks.evicted(told)
+
+
+def _expiring(table: RecordTable) -> Callable[[], None]:
+    """Return a task that expires what `table` keeps, if it is still there."""
+    known = weakref.ref(table)
+
+    def expire() -> None:
+        alive = known()
+        if alive is not None:
+            alive._expire()
+
+    return expire
