@@ -12,35 +12,34 @@ from typing import Any
 from coordinator.ledger.state import Generation, Ledger, Request
 from shm_store.wire import Message
 from tests.exploration.model import System
-from tests.exploration.parts import Thread, Worker
+from tests.exploration.thread import Thread
+from tests.exploration.worker import Worker
 
 Names = Callable[[str], int]
 
 
 def canonical(system: System) -> tuple[Any, ...]:
     """Return the state of `system` as a tuple that equals that of every state like it."""
-    ledger = system.ledger
+    host, ledger = system.host, system.host.ledger
     gens = {gen: rank for rank, gen in enumerate(sorted(_generations(system)))}
     ranks = [_ranks(system, session) for session in range(len(system.workers))]
     return (
         _ledger(ledger, gens, ranks),
         tuple(_worker(w, gens, ranks[s]) for s, w in enumerate(system.workers)),
-        tuple((kind, gens[gen]) for kind, gen in sorted(system.jobs)),
-        tuple((gens[gen], *steps) for gen, steps in sorted(system.loaders.items())),
+        tuple((kind, gens[gen]) for kind, gen in sorted(host.jobs)),
+        tuple((gens[gen], *steps) for gen, steps in sorted(host.loaders.items())),
         tuple(
-            (gens[gen], made)
-            for gen, made in system.bytes_from.items()
-            if gen in ledger.generations
+            (gens[gen], made) for gen, made in host.bytes_from.items() if gen in ledger.generations
         ),
-        tuple(sorted(system.files.items())),
-        tuple(sorted(system.last_asked.items())),
+        tuple(sorted(host.files.items())),
+        tuple(sorted(host.last_asked.items())),
         tuple(system.faults.values()),
     )
 
 
 def _generations(system: System) -> Iterable[str]:
-    known = set(system.ledger.generations) | set(system.loaders)
-    known |= {gen for _, gen in system.jobs}
+    known = set(system.host.ledger.generations) | set(system.host.loaders)
+    known |= {gen for _, gen in system.host.jobs}
     for worker in system.workers:
         known |= {mapping.gen for mapping in worker.mappings}
         known |= set(worker.table)
@@ -72,17 +71,18 @@ def _ranks(system: System, session: int) -> dict[int, int]:
     for thread in worker.threads:
         used |= {lease for _, lease in thread.charges}
         used.add(thread.rid)
-    known = system.ledger.sessions.get(session)
+    ledger = system.host.ledger
+    known = ledger.sessions.get(session)
     if known is not None:
         used |= {lease.id for lease in known.leases.values()}
         if worker.said:
             used.add(known.last_rid)
-    used |= {rid for owner, rid in system.ledger.requests if owner == session}
-    for generation in system.ledger.running.values():
+    used |= {rid for owner, rid in ledger.requests if owner == session}
+    for generation in ledger.running.values():
         if isinstance(generation.owner, Request) and generation.owner.session == session:
             used.add(generation.owner.rid)
-    used |= {w.rid for w in system.ledger.invalidations if w.session == session}
-    used |= {w.rid for w in system.ledger.drains if w.session == session}
+    used |= {w.rid for w in ledger.invalidations if w.session == session}
+    used |= {w.rid for w in ledger.drains if w.session == session}
     return {rid: rank for rank, rid in enumerate(sorted(used))}
 
 

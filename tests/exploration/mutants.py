@@ -20,7 +20,8 @@ from gpu_worker.records import Records
 from shm_store.errors import Cancelled
 from shm_store.keys import RequestId
 from tests.exploration.explore import Explored, explore
-from tests.exploration.model import System
+from tests.exploration.host import Host
+from tests.exploration.worker import Worker
 from tests.exploration.worlds import SMALL
 
 
@@ -172,13 +173,13 @@ def _no(*_: Any) -> bool:
     return False
 
 
-_collect = System._collect
+_collect = Worker.collect
 
 
-def _unmaps_only(self: System, session: int, worker: Any) -> None:
-    for mapping in worker.mappings:
+def _unmaps_only(self: Worker) -> None:
+    for mapping in self.mappings:
         mapping.watched = False
-    _collect(self, session, worker)
+    _collect(self)
 
 
 def _nobody(*_: Any) -> list[Any]:
@@ -207,15 +208,15 @@ def _parks_the_holder_too(ledger: Any, generation: Any, session: Any) -> bool:
     )
 
 
-def _asks_again_at_once(self: System, worker: Any, op: Any) -> bool:
+def _asks_again_at_once(self: Worker, op: Any) -> bool:
     return True
 
 
-def _leaves_the_old_lease(self: System, mapping: Any, lease: int) -> None:
+def _leaves_the_old_lease(self: Worker, mapping: Any, lease: int) -> None:
     mapping.asked = ""
 
 
-def _keeps_the_unwanted(self: System, worker: Any, gen: Any, lease: int) -> None:
+def _keeps_the_unwanted(self: Worker, gen: Any, lease: int) -> None:
     pass
 
 
@@ -250,7 +251,7 @@ MUTANTS = [
         3,
         "a map that is there keeps its old lease",
         "asked again while the map lives",
-        System,
+        Worker,
         "_take_over",
         _leaves_the_old_lease,
     ),
@@ -262,7 +263,7 @@ MUTANTS = [
         5, "CANCEL ends what is being filled", "one gives up", admission, "cancel", _cancels_a_fill
     ),
     Mutant(
-        5, "an unwanted GRANT is kept", "one gives up", System, "_give_back", _keeps_the_unwanted
+        5, "an unwanted GRANT is kept", "one gives up", Worker, "_give_back", _keeps_the_unwanted
     ),
     Mutant(
         6,
@@ -289,7 +290,7 @@ MUTANTS = [
         _dooms_when_seated_again,
     ),
     Mutant(
-        8, "the loader reads whatever is there", "the file changes", System, "_loader_compares", _no
+        8, "the loader reads whatever is there", "the file changes", Host, "_loader_compares", _no
     ),
     Mutant(
         9,
@@ -351,16 +352,16 @@ MUTANTS = [
         11,
         "a holder that was at work does not say when it is idle",
         "two holders, and a head",
-        System,
-        "_told",
+        Worker,
+        "told",
         _nobody,
     ),
     Mutant(
         11,
         "a holder of tensors does not say when they are gone",
         "two holders, and a head",
-        System,
-        "_collect",
+        Worker,
+        "collect",
         _unmaps_only,
     ),
     Mutant(
@@ -383,8 +384,8 @@ MUTANTS = [
         12,
         "a worker asks again before it has let go",
         "room for one of two",
-        System,
-        "_may_ask",
+        Worker,
+        "may_ask",
         _asks_again_at_once,
     ),
     Mutant(13, "nothing overtakes", "a holder needs one more", admission, "_admit_overtakers", _no),
