@@ -34,12 +34,18 @@ def canonical(system: System) -> tuple[Any, ...]:
         tuple(sorted(host.files.items())),
         tuple(sorted(host.last_asked.items())),
         tuple(system.faults.values()),
+        tuple(sorted(gens[gen] for gen in host.sealed if gen in gens)),
+        tuple(sorted(gens[gen] for gen in host.store)),
+        (host.words.pins, tuple(host.words.limits_bytes.items())),
+        tuple(sorted((key, gens[gen]) for key, gen in host.ready.items())),
+        tuple(sorted(gens[gen] for gen in host.over if gen in gens)),
     )
 
 
 def _generations(system: System) -> Iterable[str]:
     known = set(system.host.ledger.generations) | set(system.host.loaders)
-    known |= {gen for _, gen in system.host.jobs}
+    known |= {gen for _, gen in system.host.jobs} | set(system.host.store)
+    known |= set(system.host.ready.values())
     for worker in system.workers:
         known |= {mapping.gen for mapping in worker.mappings}
         known |= set(worker.table)
@@ -89,7 +95,7 @@ def _ranks(system: System, session: int) -> dict[int, int]:
 def _ledger(ledger: Ledger, gens: dict[str, int], ranks: list[dict[int, int]]) -> tuple[Any, ...]:
     return (
         tuple(_generation(g, gens, ranks) for g in ledger.generations.values()),
-        tuple((s.id, s.connected) for s in ledger.sessions.values()),
+        tuple((s.id, s.connected, s.silent) for s in ledger.sessions.values()),
         tuple(
             (pool.limit_bytes, tuple(gens[g.id] for g in pool.queue))
             for pool in ledger.pools.values()
@@ -100,6 +106,7 @@ def _ledger(ledger: Ledger, gens: dict[str, int], ranks: list[dict[int, int]]) -
             for w in ledger.invalidations
         ),
         ledger.draining,
+        tuple(ledger.awaited),
     )
 
 
@@ -117,6 +124,7 @@ def _generation(
         generation.private,
         generation.doomed,
         generation.sealing,
+        generation.held,
         min(generation.deaths, 2),
         generation.size_bytes,
         generation.queued_s is not None,

@@ -24,8 +24,13 @@ from coordinator.ledger.events import (
     Forget,
     Free,
     Freed,
+    Keep,
     LoaderEnded,
     LoaderSaid,
+    Offer,
+    Recovered,
+    Remember,
+    Resumed,
     Said,
     Seal,
     Sealed,
@@ -35,7 +40,9 @@ from coordinator.ledger.events import (
     SessionEnded,
     StartLoader,
     TimePassed,
+    Unkeep,
 )
+from coordinator.ledger.state import OTHERS, State
 from shm_store.errors import SourceChanged
 from shm_store.keys import GenerationId
 from shm_store.wire import Abort, Acquire, Cause, Commit, Filling, Invalidate, Reserve
@@ -55,6 +62,10 @@ class Host:
         files: the state of each file that has changed.
         bytes_from: what is in a segment: the file's state, or the version of what was built.
         last_asked: the fingerprint of the last ACQUIRE that was not a repetition, by key.
+        sealed: what each sealed segment says that it is, as long as there is one.
+        store: those that outlive a coordinator; pins and limits do, too.
+        ready: what was READY when a coordinator died, by key, until somebody retires it.
+        over: what was retired, and may not be READY again.
     """
 
     def __init__(self, world: World) -> None:
@@ -68,6 +79,12 @@ class Host:
         self.bytes_from: dict[GenerationId, str] = {}
         self.last_asked: dict[str, str] = {}
         self.now_s = 0.0
+        self.lives = 1
+        self.sealed: dict[GenerationId, Offer] = {}
+        self.store: dict[GenerationId, Offer] = {}
+        self.words = Remember((), {})
+        self.ready: dict[str, GenerationId] = {}
+        self.over: set[GenerationId] = set()
 
     def attach(self, workers: list[Worker]) -> None:
         """Let all workers attach. The session of each is its place in the list."""
@@ -79,6 +96,8 @@ class Host:
         """Yield what executor and loaders can do next."""
         yield from (("job", *job) for job in self.jobs)
         yield from (("loader", gen) for gen, steps in self.loaders.items() if steps[0] != "waits")
+        if OTHERS in self.ledger.awaited:
+            yield ("patience",)
 
     # --- messages and ends of processes -----------------------------------------------------------
 
@@ -130,11 +149,13 @@ class Host:
         ]
         for effect in apply(self.ledger, event, self.now_s):
             self._effect(effect)
+        self._check_ready()
         for name, pool in self.ledger.pools.items():
-            if pool.in_use_bytes > max(pool.limit_bytes, before[name]):
+            stated = isinstance(event, Recovered | Resumed)
+            if pool.in_use_bytes > max(pool.limit_bytes, before[name]) and not stated:
                 raise Violation(f"{name!r} went from {before[name]} to {pool.in_use_bytes}")
         invalidates = isinstance(event, Said) and isinstance(event.message, Invalidate)
-        may_doom = invalidates or isinstance(event, SealRefused | Disconnected)
+        may_doom = invalidates or isinstance(event, SealRefused | Disconnected | Resumed)
         for generation in wanted:
             last = generation.fingerprint == self.last_asked.get(generation.key)
             if generation.doomed and last and not may_doom:
@@ -151,6 +172,7 @@ class Host:
                 if worker.alive and not isinstance(message, Filling):
                     worker.to.append(message)
             case StartLoader(gen, key, _, fingerprint):
+                self._check_read(key, fingerprint)
                 self.loaders[gen] = ["starts", key, fingerprint]
                 if "load" not in self.world.slow:
                     self.do_loader(gen)
@@ -167,8 +189,91 @@ class Host:
                 self.loaders.pop(gen, None)
                 self.jobs = [job for job in self.jobs if job[1] != gen]
                 self._job("free", gen)
+            case Keep(gen):
+                self.store[gen] = self.sealed[gen]
+            case Unkeep(gen):
+                self.store.pop(gen, None)
+            case Remember():
+                self.words = effect
             case Forget() | Exit():
                 pass
+
+    def _check_ready(self) -> None:
+        """What was retired stays so; what was READY stays that until somebody retires it.
+
+        Without a store only who has heard of it can say so.
+        """
+        heard = {m.gen for w in self.workers for m in w.mappings if m.asked == "stale"}
+        for generation in self.ledger.generations.values():
+            if generation.state in (State.RETIRED, State.FREEING):
+                if self.world.store or generation.id in heard:
+                    self.over.add(generation.id)
+            elif generation.state is State.READY and generation.id in self.over:
+                raise Violation(f"{generation.id} was retired, and is READY again")
+        self.ready = {key: gen for key, gen in self.ready.items() if gen not in self.over}
+
+    def _check_read(self, key: str, fingerprint: str) -> None:
+        """Nothing is read again that is still here."""
+        gen = self.ready.get(key)
+        if gen is None or self.sealed[gen].fingerprint != fingerprint:
+            return
+        mapped = any(m.gen == gen for w in self.workers if w.alive for m in w.mappings)
+        if mapped or gen in self.store:
+            raise Violation(f"{key!r} is read again, and {gen} is still there")
+
+    # --- its end, and the next one ----------------------------------------------------------------
+
+    def can_crash(self) -> Iterator[Action]:
+        yield ("crash", False)
+        if any(kind == "seal" for kind, _ in self.jobs):
+            yield ("crash", True)
+
+    def do_crash(self, sealed: bool) -> None:
+        """The coordinator dies, its children with it, and another one is started.
+
+        What it was sealing is sealed by then, or not.
+        """
+        if sealed:
+            for kind, gen in self.jobs:
+                if kind == "seal":
+                    self._is_sealed(gen)
+        old, words = self.ledger, self.words
+        self.jobs, self.loaders = [], {}
+        self.ready = {key: g.id for key in self.world.sizes if (g := old.ready(key)) is not None}
+        self.lives += 1
+        self.ledger = new_ledger(self.lives, dict(self.world.limits))
+        attached = []
+        for session, worker in enumerate(self.workers):
+            if worker.alive and session in old.sessions:
+                attached.append((session, 1000 + session))
+            worker.lose()
+        if not self.world.store:
+            self.store = {}
+            self.feed(Recovered(others=True, patience_s=FOREVER_S))
+            return
+        kept = tuple(self.store.values())
+        limits_bytes = words.limits_bytes
+        self.feed(Recovered(kept, tuple(attached), False, FOREVER_S, words.pins, limits_bytes))
+
+    def can_impatient(self) -> Iterator[Action]:
+        if self.ledger.awaited:
+            yield ("impatient",)
+
+    def do_impatient(self) -> None:
+        """Who is awaited does not come in time."""
+        self.ledger.awaited_until_s = self.now_s
+        self.ready = {}
+        self.feed(TimePassed())
+
+    def do_patience(self) -> None:
+        """Where nobody knows who is awaited, the wait always has this end."""
+        self.do_impatient()
+
+    def _is_sealed(self, gen: GenerationId) -> None:
+        generation = self.ledger.generations[gen]
+        self.sealed[gen] = Offer(
+            gen, 0, generation.key, generation.fingerprint, generation.size_bytes
+        )
 
     def _job(self, kind: str, gen: GenerationId) -> None:
         self.jobs.append((kind, gen))
@@ -181,6 +286,7 @@ class Host:
             case "back":
                 self.feed(Backed(gen))
             case "seal":
+                self._is_sealed(gen)
                 self.feed(Sealed(gen))
             case _:
                 self.feed(Freed(gen))

@@ -21,7 +21,9 @@ from tests.exploration.parts import FAULTS, WAITING, Action, World
 from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 
-OF_WORKERS = frozenset({"reader", "keeper", "thread", "die", "disconnect", "unmapped", "cancel"})
+OF_WORKERS = frozenset(
+    {"reader", "keeper", "thread", "die", "disconnect", "reconnect", "unmapped", "cancel"}
+)
 """Actions of one worker, whose session comes next. The others are its host's."""
 
 
@@ -96,7 +98,7 @@ class System:
         return [
             (session, index)
             for session, worker in enumerate(self.workers)
-            if worker.alive and worker.connected
+            if worker.alive and (worker.connected or self.host.world.resumes)
             for index, thread in enumerate(worker.threads)
             if thread.phase in WAITING
         ]
@@ -109,12 +111,14 @@ class System:
             leases = {} if known is None else {gen: lease.id for gen, lease in known.leases.items()}
             if not worker.alive:
                 continue
-            for mapping in worker.mappings:
+            states = worker.connected or not self.host.world.resumes
+            for mapping in worker.mappings if states else ():
                 if mapping.gen not in leases:
                     found.append(f"{session} maps {mapping.gen} without a lease")
             for thread in worker.threads:
                 filled = ledger.generations.get(thread.gen) if thread.phase == "fill" else None
-                if thread.phase == "fill" and (filled is None or filled.state is State.FREEING):
+                gone = filled is None or filled.state is State.FREEING
+                if thread.phase == "fill" and gone and states:
                     found.append(f"{session} fills {thread.gen}, which nobody counts")
             for gen, lease in leases.items():
                 if not worker.connected or self._accounted(worker, gen, lease):

@@ -23,6 +23,8 @@ FAULTS = frozenset(
         "kill",
         "change",
         "clock",
+        "crash",
+        "impatient",
         "nomem",
         "unsealed",
         "unmapped",
@@ -73,6 +75,8 @@ class World:
         stuck: threads that may wait for ever, by their users' fault. All others must get on if
             nobody stops for ever.
         keeps: processes that hold from the start what they never let go of.
+        resumes: who loses the connection comes back, and goes on.
+        store: what is READY outlives the coordinator, and who is attached.
     """
 
     name: str
@@ -83,6 +87,8 @@ class World:
     faults: dict[str, int] = field(default_factory=dict)
     stuck: frozenset[tuple[int, int]] = frozenset()
     keeps: frozenset[int] = frozenset()
+    resumes: bool = False
+    store: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -50,13 +50,13 @@ class Thread:
     charges: list[tuple[GenerationId, int]] = field(default_factory=list)
 
     @property
-    def _program(self) -> Program:
+    def program(self) -> Program:
         return self.worker.host.world.programs[self.worker.session][self.index]
 
     @property
     def op(self) -> Op:
         """What it is at."""
-        ops = self._program.ops
+        ops = self.program.ops
         return ops[self.pc % len(ops)]
 
     def can_go_on(self) -> bool:
@@ -72,9 +72,17 @@ class Thread:
             return worker.may_ask(op)
         return True
 
+    def ask_again(self) -> None:
+        """Ask for what it waits for over another connection."""
+        if self.op.what in ("use", "hold", "state"):
+            self.gen = None
+            self.worker.ask(self._acquire(self.op), self)
+        else:
+            self._start(self.op)
+
     def next(self) -> None:
         """Come to the next op, or to the end of the program."""
-        program = self._program
+        program = self.program
         self.pc += 1
         self.phase, self.gen, self.mapping, self.rid = "start", None, None, 0
         if self.pc == len(program.ops):

@@ -8,19 +8,21 @@ What its threads do is in `thread`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator.ledger.events import Disconnected
+from coordinator.ledger.events import Attached, Disconnected, Offer, Resumed
 from gpu_worker.records import Record, Records
-from shm_store.keys import GenerationId
+from shm_store.keys import GenerationId, version_fingerprint
 from shm_store.wire import (
     Abort,
     Ack,
     Cancel,
+    Commit,
     Done,
     Fail,
     Grant,
+    HeldCharge,
     Release,
     Revoke,
     Space,
@@ -63,6 +65,8 @@ class Worker:
 
     def actions(self) -> Iterator[Action]:
         """Yield what its reader, its keeper and its threads can do next."""
+        if not self.connected and self.host.world.resumes:
+            yield ("reconnect", self.session)
         if self.to:
             yield ("reader", self.session)
         if self.keeper:
@@ -307,11 +311,66 @@ class Worker:
 
     def do_disconnect(self) -> None:
         """The worker cannot ask or release any more; what it has mapped stays."""
+        self.lose()
+        self.host.feed(Disconnected(self.session))
+
+    def lose(self) -> None:
+        """There is no connection any more. Who does not come back tells those who wait."""
         self.connected = False
         self.to, self.out, self.said = [], [], []
-        for request in list(self.requests.values()):
-            self._answered(request, None)
-        self.host.feed(Disconnected(self.session))
+        if not self.host.world.resumes:
+            for request in list(self.requests.values()):
+                self._answered(request, None)
+
+    def do_reconnect(self) -> None:
+        """It comes back, states what it has, and asks anew for what it waits for."""
+        self.connected = True
+        if self.session not in self.host.ledger.sessions:
+            pid = 1000 + self.session
+            self.host.feed(Attached(self.session, pid, f"w{self.session}", "cpu", "worker"))
+        waiting = list(self.requests.values())
+        self.requests = {}
+        fills, committed = [], []
+        for request in waiting:
+            thread = None if request.thread is None else self.threads[request.thread]
+            if thread is not None and request.space:
+                request.rid = thread.rid = self.next_rid()
+                self.requests[request.rid] = request
+                fills.append(self._stated_fill(request, thread))
+                committed += [request.gen] if thread.phase == "asked" else []
+        self.host.feed(
+            Resumed(
+                self.session,
+                f"w{self.session}",
+                "cpu",
+                tuple(self._stated_maps()),
+                tuple(fills),
+                tuple(self._stated_charges()),
+            )
+        )
+        for gen in committed:
+            self.send(Commit(gen))
+        for request in waiting:
+            if request.thread is not None and not request.space:
+                self.threads[request.thread].ask_again()
+
+    def _stated_maps(self) -> Iterator[Offer]:
+        for gen in dict.fromkeys(mapping.gen for mapping in self.mappings):
+            mapping = self.table.get(gen) or next(m for m in self.mappings if m.gen == gen)
+            stale = mapping.asked == "stale"
+            yield replace(self.host.sealed[gen], lease=mapping.lease, stale=stale)
+
+    def _stated_fill(self, request: Request, thread: Thread) -> Offer:
+        op, gen = thread.op, request.gen
+        size = self.host.world.sizes[op.key]
+        fingerprint = version_fingerprint(op.fingerprint)
+        return Offer(gen, request.rid, op.key, fingerprint, size, gen in self.host.sealed)
+
+    def _stated_charges(self) -> Iterator[HeldCharge]:
+        for thread in self.threads:
+            for gen, lease in thread.charges:
+                (op,) = (op for op in thread.program.ops if op.what == "charge")
+                yield HeldCharge(gen, lease, op.pool, op.key or "p", op.size)
 
     def can_unmapped(self) -> Iterator[Action]:
         if self.alive and self.to and isinstance(self.to[0], Grant):
