@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from shm_store.errors import WeightCacheError, listed
+from shm_store.errors import WeightCacheError, holders_text, listed
 from shm_store.report import GenerationReport, PoolReport, StatusReport, size_text
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
 
 UNREAD_SHOWN = 3
-HOLDERS_SHOWN = 3
-"""How many of those who fill a pool one line names."""
 
 POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
 RUNNING_STATES = ("open", "reserved", "filling")
@@ -213,23 +211,11 @@ def waiting_text(report: StatusReport, key: str, size_bytes: int) -> str | None:
             return "waiting for another process to fill it"
         if not any(g.state == "open" and g.key != key for g in report.generations):
             return None  # its loader is about to start
+    charged = [g for g in report.generations if g.pool == pool.name and g.size_bytes > 0]
     return (
         f"waiting for room: pool {pool.name} has {size_text(free_bytes)} free of "
-        f"{size_text(pool.limit_bytes)}; held by {_pool_holders(report, pool.name)}"
+        f"{size_text(pool.limit_bytes)}; held by {holders_text(charged) or 'nobody'}"
     )
-
-
-def _pool_holders(report: StatusReport, pool: str) -> str:
-    charged = [g for g in report.generations if g.pool == pool and g.size_bytes > 0]
-    charged.sort(key=lambda generation: -generation.size_bytes)
-    named = []
-    for generation in charged:
-        facts = [size_text(generation.size_bytes)]
-        facts += ["pinned"] if generation.pinned else []
-        facts += [f"pid {lease.pid}" for lease in generation.leases]
-        facts += [f"built by pid {generation.filled_by}"] if generation.filled_by else []
-        named.append(f"{generation.key!r} ({', '.join(facts)})")
-    return listed(named, HOLDERS_SHOWN) or "nobody"
 
 
 def _counted(count: int, what: str) -> str:

@@ -21,8 +21,16 @@ from gpu_worker.callbacks import Callbacks
 from gpu_worker.handle import ModelHandle
 from gpu_worker.record_table import RecordTable, Wish
 from gpu_worker.records import ClaimId, Held
+from gpu_worker.refusal import name_holders
 from gpu_worker.request import Build, Progress
-from shm_store.errors import ArgumentRefused, CoordinatorLost, ResourceError, WorkerClosed
+from shm_store.errors import (
+    ArgumentRefused,
+    BudgetExceeded,
+    CoordinatorLost,
+    InvalidateIncomplete,
+    ResourceError,
+    WorkerClosed,
+)
 from shm_store.keys import parse_key
 from shm_store.paths import socket_path
 from shm_store.wire import TIMEOUT_LIMIT_S
@@ -136,14 +144,16 @@ class Worker:
             version: with `build`: weights of another version are other weights, so change it
                 whenever `build` is to run again.
             timeout: seconds to wait for others; the time in `build` does not count. None waits as
-                long as there is progress.
+                long as there is progress, and 300 s where there is none, as for room.
             progress: called with (bytes filled, bytes in all) while another process fills. What it
                 raises gives the request up.
 
         Raises:
             KeyRefused, ArgumentRefused: before anything was asked.
             SourceError: the file cannot be used.
-            BudgetExceeded, LoadTimeout, BackingFailed, FillFailed: no room, or no time.
+            BudgetExceeded: no room in time. It names who holds what, this process included;
+                `holders` has all of them, as `status --json` does.
+            LoadTimeout, BackingFailed, FillFailed: no time, no memory, or its maker ended.
             CoordinatorLost: nobody answers.
             WorkerClosed: after `shutdown`.
             Whatever `build` raises. In all cases nothing stays leased.
@@ -154,7 +164,11 @@ class Worker:
         self._table.check_caller(waits=True)
         self._table.refuse_closed()
         self._table.refuse_in_skeleton(ask.key)
-        granted = self._client.acquire(ask, timeout_s, progress)
+        try:
+            granted = self._client.acquire(ask, timeout_s, progress)
+        except BudgetExceeded as error:
+            name_holders(error)
+            raise
         self._table.outdate(ask.key, granted.gen)
         from gpu_worker.tensors import tensors
 
@@ -203,7 +217,11 @@ class Worker:
         self._table.check_caller(waits=True)
         handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
         wish = Wish(ask, origin, skeleton, train, progress, private)
-        record = self._table.claim(handle._claim, wish, timeout_s)
+        try:
+            record = self._table.claim(handle._claim, wish, timeout_s)
+        except BudgetExceeded as error:
+            name_holders(error)
+            raise
         if record.module.train is not train:
             handle.close()
             raise ArgumentRefused(
@@ -274,7 +292,12 @@ class Worker:
         timeout_s = arguments.timeout_s(timeout)
         self._table.check_caller(waits=True)
         self._table.invalidate_private(name)
-        return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+        limit_s = TIMEOUT_LIMIT_S if timeout_s is None else timeout_s
+        try:
+            return self._client.invalidate(name, limit_s)
+        except InvalidateIncomplete as error:
+            name_holders(error)
+            raise
 
     def evict(self, key: str) -> bool:
         """Let go of the module of `key`, and say whether it is gone now.

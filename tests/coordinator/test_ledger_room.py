@@ -83,7 +83,7 @@ def test_what_can_never_fit_is_refused_at_once():
         answer = world.answer(session, rid)
         assert isinstance(answer, Fail)
         assert (answer.cause.needed_bytes, answer.cause.free_bytes) == (301, 300)
-        assert answer.cause.remedy == "raise --ram-budget", "there is nothing to evict"
+        assert answer.cause.remedy == "raise the limit: `weight-cache limit ram SIZE`"
     assert world.state(gen) is None and [effect.gen for effect in world.done(Free)] == [gen]
     assert world.done(Back) == []
 
@@ -132,7 +132,7 @@ def test_a_refusal_lists_who_holds_what():
     cause = answer.cause
     assert (cause.code, cause.needed_bytes, cause.free_bytes) == ("budget_exceeded", 100, 50)
     assert cause.message == "'more' needs 100 B; pool 'ram' has 50 B free of 300 B"
-    assert "release or evict" in cause.remedy
+    assert "evict some" in cause.remedy and "`weight-cache limit ram SIZE`" in cause.remedy
     (holder,) = cause.holders
     assert (holder.key, holder.generation, holder.size_bytes) == ("big", gen, 250)
     assert [(lease.session, lease.pid, lease.age_s) for lease in holder.leases] == [(1, 1001, 15.0)]
