@@ -9,7 +9,7 @@ Importing this is cheap and works anywhere; torch is imported when a worker atta
 """
 
 from gpu_worker.handle import ModelHandle
-from gpu_worker.records import Held
+from gpu_worker.records import EvictCause, Held
 from gpu_worker.worker import Worker, attach
 from shm_store.errors import (
     ArgumentRefused,
@@ -52,6 +52,7 @@ __all__ = [
     "ConnectionLost",
     "CoordinatorLost",
     "Draining",
+    "EvictCause",
     "FdsExhausted",
     "FillFailed",
     "ForkedProcess",

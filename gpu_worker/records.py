@@ -33,8 +33,8 @@ LockId = NewType("LockId", int)
 Module = TypeVar("Module")
 
 EvictCause = Literal["evicted", "replaced", "invalidated", "room", "unused", "shutdown"]
-"""Why a record goes: `evict`, newer weights of its key, retired everywhere, asked for by the
-coordinator, `idle_timeout`, or `shutdown`."""
+"""Why a record goes: `evict`, newer weights of its key granted to this worker, retired everywhere,
+asked for by the coordinator, `idle_timeout`, or `shutdown`. `attach` explains them to users."""
 
 Asked = wire.Asked | Literal[""]
 """What the coordinator has asked of a generation, if anything."""

@@ -65,9 +65,21 @@ def attach(
             program's name.
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
             until it is evicted, replaced, or the coordinator needs its room.
-        on_evict, on_hit, on_miss: see `gpu_worker.callbacks.Callbacks`. Called in whatever thread
-            it happens, with no lock held. Let them return soon: while one runs in the thread that
-            gives things back, nothing more is given back.
+        on_evict: called as `on_evict(key, generation, cause)` once for every module that is gone
+            from this worker. `cause` is an `EvictCause`:
+            "evicted": by `Worker.evict`;
+            "replaced": this worker itself was granted newer weights of the key;
+            "invalidated": retired everywhere, because another process has newer ones of the key, by
+            `Worker.invalidate`, `weight-cache invalidate` or a drain;
+            "room": the coordinator asked for it, for those who lack room;
+            "unused": `idle_timeout`;
+            "shutdown": by `Worker.shutdown`.
+            Newer weights can make it either of the second and third: what is heard first counts.
+        on_hit: called as `on_hit(key, generation)` when a load finds its module in this worker.
+        on_miss: called as `on_miss(key)` when a load has to ask the coordinator.
+            All are called in whatever thread it happens, with no lock held. Let them return soon:
+            while one runs in the thread that gives things back, nothing more is given back. What
+            they raise is logged.
 
     Raises:
         ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
