@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from typer.core import TyperCommand
 
 from coordinator.cli import run_coordinator
 from coordinator.roster import RESTARTS, Policy, Rule
-from shm_store.errors import ArgumentRefused, LoadTimeout, NoCoordinator
+from shm_store.errors import ArgumentRefused, LoadTimeout, NoCoordinator, listed
 from shm_store.keys import parse_key
 from shm_store.paths import SOCKET_VARIABLE, socket_path
 
@@ -315,8 +316,13 @@ def pin(key: Key, socket: Socket = None) -> None:
     name = parse_key(key)
     with _operator(socket, "pin") as operator:
         operator.pin(name)
-        there = operator.has(name)
-    print(f"pinned {key}" if there else f"pinned {key} (nothing is loaded under this key yet)")
+        known = operator.known(name)
+    private = ""
+    if known.private_to:
+        private = f"; what is private to {_pids_text(known.private_to)} is not protected"
+    what = "nothing shared is" if private else "nothing is"
+    note = "" if known.shared else f" ({what} loaded under this key yet{private})"
+    print(f"pinned {key}{note}")
 
 
 @app.command(cls=PlainCommand)
@@ -343,15 +349,16 @@ def invalidate(
     name = parse_key(key)
     timeout_s = _seconds("--timeout", timeout)
     with _operator(socket, "invalidate") as operator:
-        there = operator.has(name)
+        before = operator.known(name)
         operator.invalidate(name, timeout_s)
-        generations = operator.status().generations
-    pids = [lease.pid for g in generations if g.key == name for lease in g.leases]
-    print(f"invalidated {key}" if there else f"nothing was loaded under {key}")
-    if pids:
-        from shm_store.errors import listed
-
-        print(f"still in use by {listed([f'pid {pid}' for pid in sorted(set(pids))])}")
+        after = operator.known(name)
+    nothing = "nothing shared" if after.private_to else "nothing"
+    print(f"invalidated {key}" if before.shared else f"{nothing} was loaded under {key}")
+    if after.holders:
+        print(f"still in use by {_pids_text(after.holders)}")
+    if after.private_to:
+        pids = _pids_text(after.private_to)
+        print(f"private to {pids}: retire it there, by `worker.evict` or `worker.invalidate`")
 
 
 @app.command(cls=PlainCommand)
@@ -455,6 +462,10 @@ def _operator(socket: str | None, command: str) -> Operator:
             # The coordinators of `launch` are elsewhere, each on a path of its own.
             error.remedy += ", or give the --socket that `weight-cache launch` printed"
         raise
+
+
+def _pids_text(pids: Sequence[int]) -> str:
+    return listed([f"pid {pid}" for pid in pids])
 
 
 def _devices(text: str | None) -> tuple[str, ...]:

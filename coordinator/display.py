@@ -147,12 +147,18 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
         table.add_row(
             plain(generation.key),
             short_generation(generation.generation),
-            plain(generation.state) + (", pinned" if generation.pinned else ""),
+            _state_text(generation),
             _short_size(generation.size_bytes),
             "\n".join(holders) or "-",
             *([str(generation.waiting)] if waited_for else []),
         )
     return table
+
+
+def _state_text(generation: GenerationReport) -> str:
+    marks = ["private"] if generation.private else []
+    marks += ["pinned"] if generation.pinned else []
+    return ", ".join([plain(generation.state), *marks])
 
 
 def sessions_table(report: StatusReport) -> Table:

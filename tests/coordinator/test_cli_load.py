@@ -77,7 +77,7 @@ def test_load_with_pin_protects_until_unpin(coordinator, weights):
     refused = run("evict", "k", **socket)
     assert refused.returncode == 2
     first, *table = refused.stderr.splitlines()
-    assert first == ("weight-cache: 'k' is pinned (take the pin back with `weight-cache unpin`)")
+    assert first == ("weight-cache: 'k' is pinned (take the pin back: `weight-cache unpin k`)")
     assert "ready, pinned" in table[-1]
     assert peer.generation("k") == found
 
