@@ -75,6 +75,9 @@ def show_status(report: StatusReport, socket: str) -> None:
         _draw(generations_table(report.generations), sys.stdout)
     else:
         print("no weights are held")
+    loaded = {generation.key for generation in report.generations if generation.pinned}
+    if early := [plain(key) for key in report.pins if key not in loaded]:
+        print(f"pinned, and not loaded: {listed(early)}")
     if report.sessions:
         print()
         _draw(sessions_table(report), sys.stdout)

@@ -30,6 +30,7 @@ def test_pin_before_the_weights_are_there(coordinator, weights):
     early = run("pin", "k", "--socket", coordinator.socket).stdout
     assert early == "pinned k (nothing is loaded under this key yet)\n"
     peer = Peer(coordinator.socket)
+    assert peer.status().pins == ("k",)
     peer.load("k", weights)
     assert run("pin", "k", "--socket", coordinator.socket).stdout == "pinned k\n"
     found = peer.generation("k")
