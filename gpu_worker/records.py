@@ -186,7 +186,7 @@ class Records(Generic[Module]):
         """
         claimed = self._claims.get(claim)
         if claimed is None:
-            raise WorkerClosed("this handle was closed")
+            raise WorkerClosed("this handle was closed", remedy="load again, for a new one")
         record = claimed[0]
         self._locks[lock] = claim, record, whose
         return record.module

@@ -146,7 +146,7 @@ class WorkerClosed(CallerError):
     """The worker, or the handle, was shut down before this call."""
 
     code = "worker_closed"
-    default_remedy = "attach again, or load again"
+    default_remedy = "attach again"
 
 
 class ForkedProcess(CallerError):

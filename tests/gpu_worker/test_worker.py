@@ -221,7 +221,7 @@ class TestHandles:
         with handle:
             handle.close()
             assert not worker.evict(key), "it is locked"
-            with pytest.raises(WorkerClosed):
+            with pytest.raises(WorkerClosed, match=r"handle was closed \(load again"):
                 handle.__enter__()
             assert worker.shutdown() == (
                 Held(key, handle.generation, claims=0, locks=1, threads=("MainThread",)),
@@ -286,7 +286,7 @@ class TestHandles:
     def test_leaving_more_often_than_entering_is_refused(self, handle):
         with handle:
             pass
-        with pytest.raises(CallerError):
+        with pytest.raises(CallerError, match="with handle as module"):
             handle.__exit__(None, None, None)
 
     def test_a_block_that_raises_unlocks_and_ends_use(self, worker, key, source):
@@ -361,7 +361,7 @@ class TestShutdown:
             assert module.state_dict()["bias"][0] == 1
         del module
         for call in (worker.state_dict, lambda *a, **k: worker.load(*a, skeleton=skeleton, **k)):
-            with pytest.raises(WorkerClosed):
+            with pytest.raises(WorkerClosed, match=r"shut down \(attach again\)"):
                 call(key, source=source)
         held.close()
         assert worker.shutdown() == ()
