@@ -15,7 +15,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from shm_store.errors import WeightCacheError, holders_text, listed
-from shm_store.report import GenerationReport, PoolReport, StatusReport, size_text
+from shm_store.report import (
+    GenerationReport,
+    LeaseReport,
+    PoolReport,
+    StatusReport,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -97,9 +103,12 @@ def show_audit(report: AuditReport) -> None:
     if found:
         print()
         _draw(findings_table(found), sys.stdout)
+    if report.copied:
+        print("copied pages are charged from now on, to the process that has written to them")
     if report.unread:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
-        print(f"not looked into: {listed(unread, UNREAD_SHOWN)}")
+        names = listed(unread, UNREAD_SHOWN)
+        print(f"not looked into for lack of permission, and not part of the verdict: {names}")
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -144,7 +153,7 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     columns = ["key", "generation", "state", "size", "held by"]
     table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key",))
     for generation in generations:
-        holders = [f"pid {lease.pid} ({_age_text(lease.age_s)})" for lease in generation.leases]
+        holders = [_lease_text(lease) for lease in generation.leases]
         if generation.filled_by is not None:
             holders.append(f"pid {generation.filled_by} builds it")
         table.add_row(
@@ -156,6 +165,11 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
             *([str(generation.waiting)] if waited_for else []),
         )
     return table
+
+
+def _lease_text(lease: LeaseReport) -> str:
+    copied = f", {_short_size(lease.copied_bytes)} copied" if lease.copied_bytes else ""
+    return f"pid {lease.pid} ({_age_text(lease.age_s)}{copied})"
 
 
 def _state_text(generation: GenerationReport) -> str:

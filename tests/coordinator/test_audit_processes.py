@@ -114,7 +114,7 @@ def test_a_child_that_outlives_its_parent_maps_without_a_lease(served, holder):
     try:
         name = Path(f"/proc/{child}/comm").read_text().strip()
         (gen,) = (g.generation for g in status(served).generations)
-        unleased = Finding("unleased_mapping", gen, "k", child, name)
+        unleased = Finding("unleased_mapping", gen, "k", child, name, kernel_bytes=SIZE_BYTES)
         assert look(served).differences == (unleased,)
         holder.end()
         wait_for_sessions(served, 0)
@@ -122,7 +122,7 @@ def test_a_child_that_outlives_its_parent_maps_without_a_lease(served, holder):
 
         evict(served)
         assert in_use_bytes(served) == 0  # so the books know nothing of it any more
-        gone = Finding("unleased_mapping", gen, "", child, name)
+        gone = Finding("unleased_mapping", gen, "", child, name, kernel_bytes=SIZE_BYTES)
         assert look(served).differences == (gone,)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -36,7 +36,7 @@ def test_an_audit_that_agrees_is_one_line(coordinator: Coordinator, run_here):
         line, *rest = out.splitlines()
         assert line == f"books and kernel agree: 1 generation, {size}, 1 lease"
         assert (code, err) == (0, "")
-        assert all(line.startswith("not looked into: pid ") for line in rest)
+        assert all(line.startswith("not looked into ") for line in rest)
 
 
 def test_an_audit_names_what_differs_and_exits_with_1(coordinator: Coordinator, run_here):
@@ -50,6 +50,9 @@ def test_an_audit_names_what_differs_and_exits_with_1(coordinator: Coordinator, 
         assert re.search(rf"^fd held +k +1 +pid {holder.pid} \(python\S*\) +- +-$", out, re.M)
         charged = rf"^copied pages +k +1 +pid {holder.pid} \(python\S*\) +0 B +8\.0 KiB$"
         assert re.search(charged, out, re.M)
+        assert "\ncopied pages are charged from now on, to the process that has " in out
+        shown = run_here("status", socket=coordinator.socket)[1]
+        assert re.search(rf"pid {holder.pid} \(\d+ s, 8\.0 KiB copied\)$", shown, re.M)
 
         code, out, _ = run_here("audit", "--json", socket=coordinator.socket)
         report = json.loads(out)
