@@ -7,6 +7,7 @@ for the generation that is named in it, whole, sealed, and with the inode of the
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from coordinator.fd_limit import FOR_SEGMENTS, exhausted, reserved
 from coordinator.ledger.events import Offer, Resumed
@@ -58,8 +59,8 @@ class Statement:
             raise ProtocolViolation(f"{held.gen} was stated twice")
         self.gens.add(held.gen)
         match held:
-            case HeldMap(gen, lease):
-                self._maps.append(self._sealed(gen, lease, fds))
+            case HeldMap(gen, lease, stale):
+                self._maps.append(replace(self._sealed(gen, lease, fds), stale=stale))
             case HeldFill(gen, rid) if fds and not segment.is_sealed(fds[0]):
                 self._fills.append(self._unsealed(held, fds))
             case HeldFill(gen, rid):

@@ -48,6 +48,7 @@ from shm_store.errors import (
     ArgumentRefused,
     ConnectionLost,
     CoordinatorLost,
+    NoCoordinator,
     PlatformUnsupported,
     WeightCacheError,
 )
@@ -301,8 +302,10 @@ class _Group:
 
     def _drained(self, error: WeightCacheError | None) -> None:
         """Nothing is held any more, and it leaves; or somebody of another group holds something."""
-        if error is None or isinstance(error, ConnectionLost):  # its end says more
-            self._loop.alarm("coordinator end", self._plan.grace_s, self._coordinator.kill)
+        if error is None or isinstance(error, ConnectionLost | NoCoordinator):
+            # It ends, and how it did says more than this.
+            end = partial(self._coordinator.end, self._plan.grace_s)
+            self._loop.alarm("coordinator end", self._plan.grace_s, end)
             return
         if not self._coordinator.told_to_end:
             show_error(error)

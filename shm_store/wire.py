@@ -109,10 +109,14 @@ class Resume(Message, frozen=True):
 
 
 class HeldMap(Message, frozen=True):
-    """The session has mapped `gen`, on this lease. The segment travels with it, if it has an fd."""
+    """The session has mapped `gen`, on this lease. The segment travels with it, if it has an fd.
+
+    `stale`: it has heard that this is retired.
+    """
 
     gen: GenerationId
     lease: LeaseId
+    stale: bool = False
 
 
 class HeldFill(Message, frozen=True):

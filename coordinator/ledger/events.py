@@ -34,6 +34,7 @@ class Offer:
     Attributes:
         lease: of whoever states it; the request that is to be answered if it is being filled; 0 if
             it comes out of the store.
+        stale: its holder has heard that it is retired.
     """
 
     gen: GenerationId
@@ -42,6 +43,7 @@ class Offer:
     fingerprint: Fingerprint
     size_bytes: int
     sealed: bool = True
+    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Offer, Recovered, Resumed
-from coordinator.ledger.state import Generation, Ledger, Request, Session, State
+from coordinator.ledger.state import OTHERS, Generation, Ledger, Request, Session, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import ProtocolViolation
 from shm_store.keys import Fingerprint, RequestId, SessionId
@@ -34,7 +34,7 @@ def recovered(turn: Turn, event: Recovered) -> None:
         )
     ledger.awaited = dict.fromkeys(session for session, _ in event.sessions)
     if event.others:
-        ledger.awaited[SessionId(0)] = None
+        ledger.awaited[OTHERS] = None
     ledger.awaited_until_s = turn.now_s + event.patience_s
     # Of two of one key the newer was about to retire the other.
     for offer in sorted(event.segments, key=lambda offer: offer.gen, reverse=True):
@@ -135,12 +135,18 @@ def _filling(turn: Turn, session: SessionId, offer: Offer) -> None:
 
 
 def _adopt_sealed(turn: Turn, offer: Offer) -> Generation:
-    """Take in a sealed segment: READY only while it could have been all along."""
+    """Take in a sealed segment: READY only if it can have been all along.
+
+    Where there was a store, it was not: it would be there. Else the newest of a key was.
+    """
     ledger = turn.ledger
-    taken = ledger.ready(offer.key) or _filled(ledger, offer)
-    if not ledger.awaited or taken or _invalidated(ledger, offer):
+    ready = ledger.ready(offer.key)
+    known = OTHERS not in ledger.awaited or offer.stale or _invalidated(ledger, offer)
+    if known or _filled(ledger, offer) or (ready is not None and ready.id > offer.gen):
         return turn.adopt(offer, State.RETIRED)
     generation = turn.adopt(offer, State.READY)
+    if ready is not None:
+        lifecycle.retire(turn, ready)
     _seat_held(turn, offer)
     return generation
 

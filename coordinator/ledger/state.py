@@ -65,6 +65,9 @@ LEASABLE = (State.READY, State.RETIRED)
 
 LOADER: Literal["loader"] = "loader"
 
+OTHERS = SessionId(-1)
+"""Among the sessions that are awaited: any number more, of whom nobody knows."""
+
 
 @dataclass(slots=True)
 class Session:
@@ -289,7 +292,7 @@ class Ledger:
     drains: list[Draining] = field(default_factory=list)
     draining: bool = False
     awaited: dict[SessionId, None] = field(default_factory=dict)
-    """Sessions that may have what nobody leases; see `recovery`. 0 stands for any number more."""
+    """Sessions that may have what nobody leases; see `recovery`."""
     awaited_until_s: float | None = None
 
     def ready(self, key: Key) -> Generation | None:

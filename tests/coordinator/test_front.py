@@ -52,19 +52,22 @@ while True:
 def test_a_front_killed_while_the_group_ends_changes_nothing(launch):
     launched = launch(
         worker=f"""
-signal.signal(signal.SIGTERM, lambda *_: say("told"))
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: say(signal.Signals(number).name))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 {HELLO}
 while True:
     signal.pause()
 """
     )
-    worker = launched.up(1)[0]
-    pidfds = watch(launched.supervisor, launched.coordinator, worker)
+    worker, supervisor = launched.up(1)[0], launched.supervisor
+    pidfds = watch(supervisor, launched.coordinator, worker)
     launched.send(signal.SIGTERM)
-    assert launched.line() == "told"
+    assert launched.line() == "SIGTERM"
     launched.send(signal.SIGKILL)
     launched.said("is gone")
+    os.kill(supervisor, signal.SIGUSR2)  # what it does about the front comes before this
+    assert launched.line() == "SIGUSR2"
     os.kill(worker, signal.SIGUSR1)
     assert launched.end(*pidfds)[1] == []  # not told again, and not killed
 
@@ -159,7 +162,8 @@ def test_signals_for_the_whole_process_group_arrive_once(launch):
     """A terminal, and a shell's `kill %1`, signal every process of the group that they know."""
     launched = launch(
         worker=f"""
-signal.signal(signal.SIGINT, lambda *_: say("told"))
+for number in (signal.SIGINT, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: say(signal.Signals(number).name))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 {HELLO}
 while True:
@@ -169,6 +173,8 @@ while True:
     )
     worker = launched.up(1)[0]
     os.killpg(launched.process.pid, signal.SIGINT)
-    assert launched.line() == "told"
+    assert launched.line() == "SIGINT"
+    launched.send(signal.SIGUSR2)  # a second INT would kill before this is passed on
+    assert launched.line() == "SIGUSR2"
     os.kill(worker, signal.SIGUSR1)
     assert launched.end()[:2] == (0, [])

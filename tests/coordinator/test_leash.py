@@ -102,6 +102,16 @@ def test_a_command_that_cannot_be_run_is_known_when_it_is_reaped(tmp_path):
     assert child.never_ran is not None and child.never_ran.errno == errno.ENOEXEC
 
 
+def test_why_a_command_cannot_be_run_is_written_into_no_fd_of_its_own():
+    """The pipe for it may have been at a number that is wanted for one of these."""
+    fds = [os.memfd_create("x") for _ in range(30)]
+    child, _ = run(Leash(signal.SIGKILL, tuple(fds)), "/no/such")
+    assert child.never_ran is not None and child.never_ran.errno == errno.ENOENT
+    assert [os.fstat(fd).st_size for fd in fds] == [0] * 30
+    for fd in fds:
+        os.close(fd)
+
+
 def test_an_end_with_127_is_no_refusal():
     child, _ = run(Leash(signal.SIGKILL), "sh", "-c", "exit 127")
     assert child.never_ran is None

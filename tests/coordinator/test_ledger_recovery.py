@@ -204,14 +204,28 @@ class TestStatement:
         world.release(1, f"{OLD}1", 5)
         assert world.ram().in_use_bytes == 0
 
-    @pytest.mark.parametrize("late", [False, True])
-    def test_an_unknown_map_is_ready_only_in_time(self, late):
-        """Later, something else may have been handed out under that key, and taken back."""
-        world = recovered(sessions=(1,))
+    @pytest.mark.parametrize(
+        ("others", "late", "stale"),
+        [(True, False, False), (False, False, False), (True, True, False), (True, False, True)],
+    )
+    def test_an_unknown_map_is_ready_only_where_nothing_was_kept_and_in_time(
+        self, others, late, stale
+    ):
+        """What was READY would be in the store. Later, something else may have been handed out."""
+        world = recovered(sessions=(1,), others=others)
         if late:
             world.wait_until(10.0)
-        resume(world, 1, maps=(offer(1, lease=3),))
-        assert world.state(f"{OLD}1") is (State.RETIRED if late else State.READY)
+        resume(world, 1, maps=(offer(1, lease=3, stale=stale),))
+        ready = others and not late and not stale
+        assert world.state(f"{OLD}1") is (State.READY if ready else State.RETIRED)
+
+    def test_of_two_unknown_maps_the_newer_is_ready(self):
+        for order in ((1, 2), (2, 1)):
+            world = recovered(sessions=(1, 2), others=True)
+            for session in order:
+                resume(world, session, maps=(offer(session, lease=3),))
+            assert world.state(f"{OLD}1") is State.RETIRED
+            assert world.state(f"{OLD}2") is State.READY
 
     def test_an_unknown_map_beside_a_ready_one_is_retired(self):
         world = recovered(offer(2), sessions=(1,))

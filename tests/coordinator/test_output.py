@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -275,7 +274,11 @@ def test_a_terminal_shows_it_too(launch):
 @pytest.mark.process
 def test_workers_keep_the_limit_of_open_files_that_they_would_have(launch):
     """We raise our own; what counts in an fd_set, as select() does, cannot follow."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     worker = "import resource; say(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    launched = launch(worker=worker)
-    assert launched.end()[:2] == (0, [str(soft)])
+    play = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 700))
+from coordinator.cli import main
+main()
+"""
+    assert launch(worker=worker, play=play).end()[:2] == (0, ["300"])

@@ -44,6 +44,27 @@ with Operator.connect(os.environ["WEIGHT_CACHE_SOCKET"], "test") as operator:
     assert f"weight-cache: ready on {socket} (ram budget 5.0 MiB)" in err
 
 
+def test_workers_get_their_device_in_turn_and_no_variable_of_another_launcher(launch, monkeypatch):
+    """Libraries take RANK and its like for a torch.distributed job, and would wait for peers."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "mine")
+    monkeypatch.setenv("WEIGHT_CACHE_DEVICE", "mine too")
+    look = """
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEIGHT_CACHE_DEVICE")
+say(os.environ["WEIGHT_CACHE_RANK"], *(os.environ.get(name) for name in names))
+"""
+    launched = launch("--workers", "3", "--devices", "cuda:0,cuda:1", worker=look)
+    code, lines, _ = launched.end()
+    assert code == 0
+    assert sorted(lines) == [
+        "0 None None None mine cuda:0",
+        "1 None None None mine cuda:1",
+        "2 None None None mine cuda:0",
+    ]
+    assert launch(worker=look).end()[1] == ["0 None None None mine mine too"]
+
+
 def test_the_private_socket_is_for_this_user_alone_and_groups_do_not_meet(launch):
     one = launch(worker=f"{HELLO}; {WAITS}")
     one.up(1)

@@ -108,7 +108,7 @@ def test_a_crash_loop_ends_the_group_with_its_exit_code(launch, role):
 
 
 def test_a_worker_that_fails_while_there_is_no_coordinator_waits_for_one(launch):
-    """Its first call would fail otherwise. Both wait half a second, the worker a moment less."""
+    """Its first call would fail otherwise. It waits half a second, this coordinator a whole one."""
     launched = launch(
         "--restart-workers",
         "on-failure",
@@ -118,25 +118,63 @@ Operator.connect(os.environ["WEIGHT_CACHE_SOCKET"], "test").close()
 {ENDS}; {HELLO}; {WAITS}""",
     )
     worker = launched.up(1)[0]
-    coordinator = launched.coordinator
+    os.kill(launched.coordinator, signal.SIGKILL)
+    ready_again(launched)
+    os.kill(launched.coordinator, signal.SIGKILL)
+    assert "started again in 1 s" in launched.said("it is started again")
     os.kill(worker, signal.SIGKILL)
-    os.kill(coordinator, signal.SIGKILL)
     launched.up(1)
-    assert [member.restarts for member in launched.group.members] == [1, 1]
+    assert [member.restarts for member in launched.group.members] == [2, 1]
     launched.send(signal.SIGUSR1)
     assert launched.end()[0] == 0
 
 
-def test_an_end_does_not_wait_for_restarts(launch):
+def test_an_end_does_not_wait_for_restarts_and_starts_nobody(launch):
     launched = launch(
-        "--workers", "2", "--restart-workers", "on-failure", worker=f"{ENDS}; {HELLO}; {WAITS}"
+        "--workers",
+        "2",
+        "--restart-workers",
+        "on-failure",
+        worker=f"""
+import time
+def leave(*_):
+    time.sleep(0.8)  # longer than the other one would wait to be started again
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+{HELLO}
+{WAITS}
+""",
     )
     workers = launched.up(2)
     os.kill(workers[0], signal.SIGKILL)
     launched.said("it is started again")
     launched.send(signal.SIGTERM)
-    code, lines, _ = launched.end()
-    assert (code, lines) == (128 + signal.SIGTERM, [])
+    assert launched.end()[:2] == (0, [])
+
+
+def test_workers_that_end_are_asked_once_whatever_else_fails(launch):
+    launched = launch(
+        "--restart-coordinator",
+        "never",
+        worker=f"""
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: say(signal.Signals(number).name))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+{HELLO}
+while True:
+    signal.pause()
+""",
+    )
+    worker = launched.up(1)[0]
+    launched.send(signal.SIGTERM)
+    assert launched.line() == "SIGTERM"
+    os.kill(launched.coordinator, signal.SIGKILL)
+    launched.said("so its workers end too")
+    for _ in range(2):  # a second TERM would be heard by the second of these
+        os.kill(worker, signal.SIGUSR1)
+        assert launched.line() == "SIGUSR1"
+    os.kill(worker, signal.SIGUSR2)
+    assert launched.end()[:2] == (128 + signal.SIGKILL, [])
 
 
 def test_a_coordinator_lost_while_workers_end_comes_back_for_them(launch):

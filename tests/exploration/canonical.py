@@ -12,35 +12,40 @@ from typing import Any
 from coordinator.ledger.state import Generation, Ledger, Request
 from shm_store.wire import Message
 from tests.exploration.model import System
-from tests.exploration.parts import Thread, Worker
+from tests.exploration.thread import Thread
+from tests.exploration.worker import Worker
 
 Names = Callable[[str], int]
 
 
 def canonical(system: System) -> tuple[Any, ...]:
     """Return the state of `system` as a tuple that equals that of every state like it."""
-    ledger = system.ledger
+    host, ledger = system.host, system.host.ledger
     gens = {gen: rank for rank, gen in enumerate(sorted(_generations(system)))}
     ranks = [_ranks(system, session) for session in range(len(system.workers))]
     return (
         _ledger(ledger, gens, ranks),
         tuple(_worker(w, gens, ranks[s]) for s, w in enumerate(system.workers)),
-        tuple((kind, gens[gen]) for kind, gen in sorted(system.jobs)),
-        tuple((gens[gen], *steps) for gen, steps in sorted(system.loaders.items())),
+        tuple((kind, gens[gen]) for kind, gen in sorted(host.jobs)),
+        tuple((gens[gen], *steps) for gen, steps in sorted(host.loaders.items())),
         tuple(
-            (gens[gen], made)
-            for gen, made in system.bytes_from.items()
-            if gen in ledger.generations
+            (gens[gen], made) for gen, made in host.bytes_from.items() if gen in ledger.generations
         ),
-        tuple(sorted(system.files.items())),
-        tuple(sorted(system.last_asked.items())),
+        tuple(sorted(host.files.items())),
+        tuple(sorted(host.last_asked.items())),
         tuple(system.faults.values()),
+        tuple(sorted(gens[gen] for gen in host.sealed if gen in gens)),
+        tuple(sorted(gens[gen] for gen in host.store)),
+        (host.words.pins, tuple(host.words.limits_bytes.items())),
+        tuple(sorted((key, gens[gen]) for key, gen in host.ready.items())),
+        tuple(sorted(gens[gen] for gen in host.over if gen in gens)),
     )
 
 
 def _generations(system: System) -> Iterable[str]:
-    known = set(system.ledger.generations) | set(system.loaders)
-    known |= {gen for _, gen in system.jobs}
+    known = set(system.host.ledger.generations) | set(system.host.loaders)
+    known |= {gen for _, gen in system.host.jobs} | set(system.host.store)
+    known |= set(system.host.ready.values())
     for worker in system.workers:
         known |= {mapping.gen for mapping in worker.mappings}
         known |= set(worker.table)
@@ -72,24 +77,25 @@ def _ranks(system: System, session: int) -> dict[int, int]:
     for thread in worker.threads:
         used |= {lease for _, lease in thread.charges}
         used.add(thread.rid)
-    known = system.ledger.sessions.get(session)
+    ledger = system.host.ledger
+    known = ledger.sessions.get(session)
     if known is not None:
         used |= {lease.id for lease in known.leases.values()}
         if worker.said:
             used.add(known.last_rid)
-    used |= {rid for owner, rid in system.ledger.requests if owner == session}
-    for generation in system.ledger.running.values():
+    used |= {rid for owner, rid in ledger.requests if owner == session}
+    for generation in ledger.running.values():
         if isinstance(generation.owner, Request) and generation.owner.session == session:
             used.add(generation.owner.rid)
-    used |= {w.rid for w in system.ledger.invalidations if w.session == session}
-    used |= {w.rid for w in system.ledger.drains if w.session == session}
+    used |= {w.rid for w in ledger.invalidations if w.session == session}
+    used |= {w.rid for w in ledger.drains if w.session == session}
     return {rid: rank for rank, rid in enumerate(sorted(used))}
 
 
 def _ledger(ledger: Ledger, gens: dict[str, int], ranks: list[dict[int, int]]) -> tuple[Any, ...]:
     return (
         tuple(_generation(g, gens, ranks) for g in ledger.generations.values()),
-        tuple((s.id, s.connected) for s in ledger.sessions.values()),
+        tuple((s.id, s.connected, s.silent) for s in ledger.sessions.values()),
         tuple(
             (pool.limit_bytes, tuple(gens[g.id] for g in pool.queue))
             for pool in ledger.pools.values()
@@ -100,6 +106,7 @@ def _ledger(ledger: Ledger, gens: dict[str, int], ranks: list[dict[int, int]]) -
             for w in ledger.invalidations
         ),
         ledger.draining,
+        tuple(ledger.awaited),
     )
 
 
@@ -117,6 +124,7 @@ def _generation(
         generation.private,
         generation.doomed,
         generation.sealing,
+        generation.held,
         min(generation.deaths, 2),
         generation.size_bytes,
         generation.queued_s is not None,

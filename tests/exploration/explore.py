@@ -69,7 +69,7 @@ def explore(world: World, limit: int = 10**9) -> Explored:
             transitions += 1
             try:
                 successor.perform(action)
-                problems = violations(successor.ledger) + successor.violations()
+                problems = violations(successor.host.ledger) + successor.violations()
             except AssertionError as error:
                 problems = [f"{type(error).__name__}: {error}"]
             if problems:

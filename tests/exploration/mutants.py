@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import coordinator.ledger as heart
-from coordinator.ledger import admission, eviction, lifecycle
+from coordinator.ledger import admission, eviction, lifecycle, recovery
+from coordinator.ledger.events import Unkeep
 from coordinator.ledger.state import LEASABLE, State
 from coordinator.ledger.turn import Turn
 from gpu_worker.records import Records
 from shm_store.errors import Cancelled
 from shm_store.keys import RequestId
 from tests.exploration.explore import Explored, explore
-from tests.exploration.model import System
+from tests.exploration.host import Host
+from tests.exploration.worker import Worker
 from tests.exploration.worlds import SMALL
 
 
@@ -172,13 +174,13 @@ def _no(*_: Any) -> bool:
     return False
 
 
-_collect = System._collect
+_collect = Worker.collect
 
 
-def _unmaps_only(self: System, session: int, worker: Any) -> None:
-    for mapping in worker.mappings:
+def _unmaps_only(self: Worker) -> None:
+    for mapping in self.mappings:
         mapping.watched = False
-    _collect(self, session, worker)
+    _collect(self)
 
 
 def _nobody(*_: Any) -> list[Any]:
@@ -207,15 +209,15 @@ def _parks_the_holder_too(ledger: Any, generation: Any, session: Any) -> bool:
     )
 
 
-def _asks_again_at_once(self: System, worker: Any, op: Any) -> bool:
+def _asks_again_at_once(self: Worker, op: Any) -> bool:
     return True
 
 
-def _leaves_the_old_lease(self: System, mapping: Any, lease: int) -> None:
+def _leaves_the_old_lease(self: Worker, mapping: Any, lease: int) -> None:
     mapping.asked = ""
 
 
-def _keeps_the_unwanted(self: System, worker: Any, gen: Any, lease: int) -> None:
+def _keeps_the_unwanted(self: Worker, gen: Any, lease: int) -> None:
     pass
 
 
@@ -227,6 +229,73 @@ def _frees_before_asking(turn: Turn, pool: Any, head: Any) -> None:
     for generation in eviction.revocable(turn.ledger, pool, 0 if head is None else head.size_bytes):
         for session in list(generation.leases):
             turn.revoke(session, generation, "room")
+
+
+def _awaits_nobody(turn: Turn, event: Any) -> None:
+    recovered(turn, event)
+    turn.ledger.awaited = {}
+    recovery._end_if_complete(turn)
+
+
+recovered = recovery.recovered
+
+
+def _holds_nothing_back(turn: Turn, request: Any, *, doomed: bool, deaths: int) -> Any:
+    """Loads at once what may yet be offered."""
+    generation = _seat(turn, request, doomed=doomed, deaths=deaths)
+    if generation.held:
+        admission.start(turn, generation)
+    return generation
+
+
+def _keeps_what_is_not_stated(turn: Turn, event: Any) -> None:
+    session = turn.ledger.sessions[event.session]
+    kept = dict(session.leases)
+    _resumed(turn, event)
+    for gen, lease in kept.items():
+        generation = turn.ledger.generations.get(gen)
+        if gen not in session.leases and generation is not None:
+            session.leases[gen] = generation.leases[session.id] = lease
+
+
+_resumed = recovery.resumed
+
+
+def _believes_every_offer(turn: Turn, offer: Any) -> Any:
+    return turn.adopt(offer, State.READY)
+
+
+def _answers_no_fill_that_is_ready(turn: Turn, session: Any, offer: Any) -> None:
+    generation = turn.ledger.generations.get(offer.gen)
+    if generation is None or generation.state is State.FILLING:
+        _filling(turn, session, offer)
+
+
+_filling = recovery._filling
+
+
+def _states_no_fill(self: Any, request: Any, thread: Any) -> Any:
+    return replace(_stated_fill(self, request, thread), gen="none")
+
+
+_stated_fill = Worker._stated_fill
+
+
+def _keeps_for_ever(self: Any, effect: Any) -> None:
+    if not isinstance(effect, Unkeep):
+        _effect(self, effect)
+
+
+_effect = Host._effect
+
+
+def _says_what_it_was_granted(turn: Turn, session: Any, lease: Any, generation: Any) -> None:
+    """The lease keeps the id that the coordinator knows."""
+    known = generation.leases.get(session)
+    _lease(turn, session, lease if known is None else known.id, generation)
+
+
+_lease = Turn.lease
 
 
 MUTANTS = [
@@ -250,7 +319,7 @@ MUTANTS = [
         3,
         "a map that is there keeps its old lease",
         "asked again while the map lives",
-        System,
+        Worker,
         "_take_over",
         _leaves_the_old_lease,
     ),
@@ -262,7 +331,7 @@ MUTANTS = [
         5, "CANCEL ends what is being filled", "one gives up", admission, "cancel", _cancels_a_fill
     ),
     Mutant(
-        5, "an unwanted GRANT is kept", "one gives up", System, "_give_back", _keeps_the_unwanted
+        5, "an unwanted GRANT is kept", "one gives up", Worker, "_give_back", _keeps_the_unwanted
     ),
     Mutant(
         6,
@@ -289,7 +358,7 @@ MUTANTS = [
         _dooms_when_seated_again,
     ),
     Mutant(
-        8, "the loader reads whatever is there", "the file changes", System, "_loader_compares", _no
+        8, "the loader reads whatever is there", "the file changes", Host, "_loader_compares", _no
     ),
     Mutant(
         9,
@@ -351,16 +420,16 @@ MUTANTS = [
         11,
         "a holder that was at work does not say when it is idle",
         "two holders, and a head",
-        System,
-        "_told",
+        Worker,
+        "told",
         _nobody,
     ),
     Mutant(
         11,
         "a holder of tensors does not say when they are gone",
         "two holders, and a head",
-        System,
-        "_collect",
+        Worker,
+        "collect",
         _unmaps_only,
     ),
     Mutant(
@@ -383,8 +452,8 @@ MUTANTS = [
         12,
         "a worker asks again before it has let go",
         "room for one of two",
-        System,
-        "_may_ask",
+        Worker,
+        "may_ask",
         _asks_again_at_once,
     ),
     Mutant(13, "nothing overtakes", "a holder needs one more", admission, "_admit_overtakers", _no),
@@ -411,6 +480,70 @@ MUTANTS = [
         admission,
         "_waits_for_itself",
         _no,
+    ),
+    Mutant(
+        16,
+        "what was found is freed while somebody may have it",
+        "crash: invalidate",
+        recovery,
+        "recovered",
+        _awaits_nobody,
+    ),
+    Mutant(
+        16,
+        "what may yet be offered is loaded",
+        "crash without a store",
+        admission,
+        "seat",
+        _holds_nothing_back,
+    ),
+    Mutant(
+        17,
+        "what a session does not state goes on",
+        "a holder loses its connection, and comes back",
+        recovery,
+        "resumed",
+        _keeps_what_is_not_stated,
+    ),
+    Mutant(
+        17,
+        "a lease keeps an id that its holder never heard of",
+        "a holder loses its connection, and comes back",
+        Turn,
+        "lease",
+        _says_what_it_was_granted,
+    ),
+    Mutant(
+        18,
+        "every map that is offered is READY",
+        "crash: invalidate",
+        recovery,
+        "_adopt_sealed",
+        _believes_every_offer,
+    ),
+    Mutant(
+        19,
+        "a fill that turns out to be READY is not answered",
+        "crash: two builders",
+        recovery,
+        "_filling",
+        _answers_no_fill_that_is_ready,
+    ),
+    Mutant(
+        20,
+        "a fill is not stated",
+        "crash: two builders",
+        Worker,
+        "_stated_fill",
+        _states_no_fill,
+    ),
+    Mutant(
+        21,
+        "what is retired stays in the store",
+        "crash: invalidate",
+        Host,
+        "_effect",
+        _keeps_for_ever,
     ),
     Mutant(
         25,

@@ -1,11 +1,10 @@
-"""What a modelled host is made of: programs of threads, processes, maps and requests. Values."""
+"""What a modelled host starts from and deals in: worlds and programs, maps and requests. Values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_worker.records import Records
 from shm_store.keys import GenerationId
 
 FOREVER_S = 300.0
@@ -24,6 +23,8 @@ FAULTS = frozenset(
         "kill",
         "change",
         "clock",
+        "crash",
+        "impatient",
         "nomem",
         "unsealed",
         "unmapped",
@@ -74,6 +75,8 @@ class World:
         stuck: threads that may wait for ever, by their users' fault. All others must get on if
             nobody stops for ever.
         keeps: processes that hold from the start what they never let go of.
+        resumes: who loses the connection comes back, and goes on.
+        store: what is READY outlives the coordinator, and who is attached.
     """
 
     name: str
@@ -84,6 +87,8 @@ class World:
     faults: dict[str, int] = field(default_factory=dict)
     stuck: frozenset[tuple[int, int]] = frozenset()
     keeps: frozenset[int] = frozenset()
+    resumes: bool = False
+    store: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -111,39 +116,6 @@ class Request:
     reserved: bool = False
     space: bool = False
     retires: tuple[GenerationId, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Thread:
-    pc: int = 0
-    phase: str = "start"
-    rid: int = 0
-    gen: GenerationId | None = None
-    mapping: Mapping | None = None
-    claims: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, Mapping] = field(default_factory=dict)
-    charges: list[tuple[GenerationId, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One process: what its client, keeper and records know, and its threads."""
-
-    threads: list[Thread]
-    to: list[Any] = field(default_factory=list)
-    out: list[Any] = field(default_factory=list)
-    said: list[Any] = field(default_factory=list)
-    """Delivered ACQUIREs, which a fault may replay."""
-    requests: dict[int, Request] = field(default_factory=dict)
-    table: dict[GenerationId, Mapping] = field(default_factory=dict)
-    mappings: list[Mapping] = field(default_factory=list)
-    keeper: list[tuple[Any, ...]] = field(default_factory=list)
-    flights: dict[str, int] = field(default_factory=dict)
-    records: Records[Mapping] = field(default_factory=Records)
-    ids: int = 0
-    rids: int = 0
-    alive: bool = True
-    connected: bool = True
 
 
 WAITING = ("asked", "flight", "done")

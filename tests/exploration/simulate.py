@@ -78,7 +78,7 @@ def simulate(seed: int) -> tuple[int, list[Action], str]:
     def step(action: Action) -> None:
         taken.append(action)
         system.perform(action)
-        problems = violations(system.ledger) + system.violations()
+        problems = violations(system.host.ledger) + system.violations()
         if problems:
             raise Violation("; ".join(problems))
 
@@ -115,27 +115,29 @@ def _finish(system: System, chance: random.Random, step) -> None:
     left = [thread.phase for w in system.workers if w.alive for thread in w.threads]
     if any(phase != "over" for phase in left):
         raise Violation(f"somebody waits for ever: {left}")
-    for session, worker in enumerate(system.workers):
+    for worker in system.workers:
         if worker.alive:
             worker.records.close()
-            system._collect(session, worker)
+            worker.collect()
     while actions := system.actions():
         step(chance.choice(actions))
-    if system.ledger.requests or system.ledger.running or system.ledger.invalidations:
+    ledger = system.host.ledger
+    if ledger.requests or ledger.running or ledger.invalidations:
         lost = {s for s, worker in enumerate(system.workers) if not worker.connected}
         if not _owned_only_by(system, lost):
             raise Violation("something is still under way")
     for session, worker in enumerate(system.workers):
-        known = system.ledger.sessions.get(session)
+        known = ledger.sessions.get(session)
         if known is not None and worker.connected and known.leases:
             raise Violation(f"{session} has let everything go, and leases {list(known.leases)}")
 
 
 def _owned_only_by(system: System, lost: set[int]) -> bool:
     """Say whether what runs belongs to processes that live and have lost their connection."""
-    return not system.ledger.requests and all(
+    ledger = system.host.ledger
+    return not ledger.requests and all(
         generation.state is State.FILLING and getattr(generation.owner, "session", None) in lost
-        for generation in system.ledger.running.values()
+        for generation in ledger.running.values()
     )
 
 

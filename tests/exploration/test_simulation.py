@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.ledger import admission
 from tests.exploration import simulate
-from tests.exploration.model import System
+from tests.exploration.worker import Worker
 
 pytestmark = pytest.mark.sim
 
@@ -38,20 +38,19 @@ def _starts_undoomed_beside_a_newer_fill(turn, request, *, doomed, deaths):
     return made
 
 
-def _gives_back_what_an_old_map_needs(self, session):
+def _gives_back_what_an_old_map_needs(self):
     """What a worker once did with a grant that it could not map."""
-    worker = self.workers[session]
-    grant = worker.to.pop(0)
-    request = self._expected(session, grant.rid)
-    self._give_back(worker, grant.gen, grant.rid)
-    self._answered(session, request, None)
+    grant = self.to.pop(0)
+    request = self._expected(grant.rid)
+    self._give_back(grant.gen, grant.rid)
+    self._answered(request, None)
 
 
 @pytest.mark.parametrize(
     ("where", "name", "instead", "seeds"),
     [
         (admission, "seat", _starts_undoomed_beside_a_newer_fill, range(800)),
-        (System, "_do_unmapped", _gives_back_what_an_old_map_needs, range(3700, 4700)),
+        (Worker, "do_unmapped", _gives_back_what_an_old_map_needs, range(3700, 4700)),
     ],
     ids=["a second fill beside a newer one", "a lease that ends before its map"],
 )

@@ -341,3 +341,104 @@ LARGE = [
     ),
 ]
 """Explored at length by scripts/explore, not in every test run."""
+
+
+def _crash(name: str, *programs: Any, **facts: Any) -> World:
+    """A world whose coordinator dies once, at any moment, and whose workers come back."""
+    faults = {"crash": 1, **facts.pop("faults", {})}
+    sizes = facts.pop("sizes", A)
+    return World(name, programs, sizes, faults=faults, resumes=True, **facts)
+
+
+RESTARTS = [
+    _crash(
+        "crash: a holder and a loader", (once(op("hold", "a"), op("end", "a")),), (once(use("a")),)
+    ),
+    _crash(
+        "crash without a store",
+        (once(op("hold", "a"), op("end", "a")),),
+        (once(use("a")),),
+        store=False,
+    ),
+    _crash(
+        "crash: two builders",
+        (once(use("a", build=True)),),
+        (once(use("a", build=True)),),
+        slow=frozenset({"back", "seal"}),
+    ),
+    _crash(
+        "crash without a store: two builders",
+        (once(use("a", build=True)),),
+        (once(use("a", build=True)),),
+        slow=frozenset({"seal"}),
+        store=False,
+    ),
+    _crash(
+        "crash: tensors that come and go",
+        (once(op("state", "a"), op("drop", "a"), op("state", "a"), op("drop", "a")),),
+        (once(use("a")),),
+        slow=frozenset({"free"}),
+    ),
+    _crash("crash: room for one of two", (loop(use("a")),), (once(use("b")),), sizes=B),
+    _crash(
+        "crash: two versions",
+        (once(use("a", "v1", build=True)),),
+        (once(use("a", "v2", build=True)),),
+        sizes={"a": 30},
+    ),
+    _crash(
+        "crash: invalidate",
+        (once(op("hold", "a"), op("end", "a")),),
+        (once(op("invalidate", "a"), use("a")),),
+        sizes={"a": 30},
+    ),
+    _crash(
+        "crash without a store: invalidate",
+        (once(op("hold", "a"), op("end", "a")),),
+        (once(op("invalidate", "a"), use("a")),),
+        sizes={"a": 30},
+        store=False,
+    ),
+    _crash(
+        "crash: who is awaited dies, or does not come in time",
+        (once(op("hold", "a"), op("end", "a")),),
+        (once(use("a")),),
+        faults={"die": 1, "impatient": 1},
+    ),
+    _crash(
+        "crash: pins and limits",
+        (once(op("pin", "a"), use("a")),),
+        (once(op("limit", size=90), use("b")),),
+        sizes={"a": 50, "b": 60},
+        stuck=frozenset({(1, 0)}),
+    ),
+    _crash(
+        "crash: charges",
+        (once(op("charge", size=60), op("uncharge")),),
+        (once(use("a")),),
+        sizes={"a": 60},
+    ),
+    World(
+        "a builder loses its connection, and comes back",
+        ((once(use("a", build=True)),), (once(use("a", build=True)),)),
+        A,
+        slow=frozenset({"back", "seal"}),
+        limits={"ram": 200},
+        faults={"disconnect": 1, "die": 1},
+        resumes=True,
+    ),
+    World(
+        "a holder loses its connection, and comes back",
+        (
+            (once(op("state", "a"), op("drop", "a"), op("state", "a"), op("drop", "a")),),
+            (once(use("a")),),
+        ),
+        A,
+        slow=frozenset({"free"}),
+        faults={"disconnect": 2},
+        resumes=True,
+    ),
+]
+"""Coordinators that die, and connections that are lost."""
+
+SMALL += RESTARTS

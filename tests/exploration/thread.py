@@ -1,0 +1,228 @@
+"""A thread of a modelled worker: it runs a small program, one step at a time.
+
+Between its steps it waits in a phase: to start an op, for the flight of another thread, for an
+answer, or with what it was granted on its way to a record. Its worker's reader moves it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpu_worker.records import ClaimId, Origin, Record
+from shm_store.keys import GenerationId
+from shm_store.wire import (
+    Acquire,
+    Charge,
+    Commit,
+    Evict,
+    Invalidate,
+    Limit,
+    Pin,
+    Release,
+    Reserve,
+    Unpin,
+)
+from tests.exploration.parts import FOREVER_S, QUEUE, Mapping, Op, Program
+
+if TYPE_CHECKING:
+    from tests.exploration.worker import Worker
+
+
+@dataclass(slots=True, eq=False)
+class Thread:
+    """Where a thread is in its program, and what it has.
+
+    Attributes:
+        rid, gen, mapping: of the load that it is at.
+        claims: by key; `kept` are tensors of its own, and `charges` private memory.
+    """
+
+    worker: Worker
+    index: int
+    pc: int = 0
+    phase: str = "start"
+    rid: int = 0
+    gen: GenerationId | None = None
+    mapping: Mapping | None = None
+    claims: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, Mapping] = field(default_factory=dict)
+    charges: list[tuple[GenerationId, int]] = field(default_factory=list)
+
+    @property
+    def program(self) -> Program:
+        return self.worker.host.world.programs[self.worker.session][self.index]
+
+    @property
+    def op(self) -> Op:
+        """What it is at."""
+        ops = self.program.ops
+        return ops[self.pc % len(ops)]
+
+    def can_go_on(self) -> bool:
+        worker = self.worker
+        if self.phase in ("asked", "done", "over"):
+            return False
+        if self.phase == "start" and (len(worker.keeper) >= QUEUE or len(worker.out) >= QUEUE):
+            return False
+        op = self.op
+        if self.phase == "flight" and op.key in worker.flights:
+            return False
+        if self.phase in ("start", "flight") and op.what in ("use", "hold", "state"):
+            return worker.may_ask(op)
+        return True
+
+    def ask_again(self) -> None:
+        """Ask for what it waits for over another connection."""
+        if self.op.what in ("use", "hold", "state"):
+            self.gen = None
+            self.worker.ask(self._acquire(self.op), self)
+        else:
+            self._start(self.op)
+
+    def next(self) -> None:
+        """Come to the next op, or to the end of the program."""
+        program = self.program
+        self.pc += 1
+        self.phase, self.gen, self.mapping, self.rid = "start", None, None, 0
+        if self.pc == len(program.ops):
+            self.pc = 0
+            if not program.loops:
+                self.phase = "over"
+
+    def end(self) -> None:
+        """Its process has died."""
+        self.phase, self.mapping, self.gen = "over", None, None
+        self.claims, self.kept, self.charges = {}, {}, []
+
+    def land(self) -> None:
+        """Let others go on that wait for its load, if it is at one."""
+        flights, key = self.worker.flights, self.op.key
+        if flights.get(key) == self.index:
+            del flights[key]
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Take the next step."""
+        worker, op = self.worker, self.op
+        match self.phase:
+            case "start" | "flight":
+                self._start(op)
+            case "build":
+                worker.requests[self.rid].reserved = True
+                worker.send(Reserve(self.gen, worker.host.world.sizes[op.key]))
+                self.phase = "asked"
+            case "fill":
+                worker.host.bytes_from[self.gen] = op.fingerprint
+                worker.send(Commit(self.gen))
+                self.phase = "asked"
+            case "granted":
+                self._has_bytes(op)
+            case "assembled":
+                record = Record(op.key, self.mapping.gen, self._origin(op), self.mapping)
+                worker.records.admit(record, self._claim(op), self.mapping.asked)
+                self.land()
+                self._claimed(op)
+            case "claimed":
+                worker.told(worker.records.end_claim(ClaimId(self.claims.pop(op.key))))
+                self.next()
+            case phase:
+                raise AssertionError(phase)
+
+    def _start(self, op: Op) -> None:
+        worker = self.worker
+        match op.what:
+            case "use" | "hold":
+                self._start_load(op)
+            case "state":
+                worker.ask(self._acquire(op), self)
+            case "prefetch":
+                worker.ask(self._acquire(op), None)
+                self.next()
+            case "charge":
+                rid = worker.next_rid()
+                worker.ask(Charge(rid, op.pool, op.key or "p", op.size, FOREVER_S), self)
+            case "invalidate":
+                worker.ask(Invalidate(worker.next_rid(), op.key, FOREVER_S), self)
+            case "limit":
+                worker.ask(Limit(worker.next_rid(), op.pool, op.size), self)
+            case "pin":
+                worker.ask(Pin(worker.next_rid(), op.key), self)
+            case "unpin":
+                worker.ask(Unpin(worker.next_rid(), op.key), self)
+            case "evict_all":
+                worker.ask(Evict(worker.next_rid(), None), self)
+            case "end":
+                claim = self.claims.pop(op.key, None)
+                if claim is not None:
+                    worker.told(worker.records.end_claim(ClaimId(claim)))
+                self.next()
+            case "drop":
+                self.kept.pop(op.key, None)
+                self.next()
+            case "uncharge":
+                for gen, lease in self.charges:
+                    worker.send(Release(gen, lease))
+                self.charges = []
+                self.next()
+            case "evict":
+                worker.records.evict(op.key)
+                self.next()
+            case "shutdown":
+                worker.records.close()
+                self.next()
+            case what:
+                raise AssertionError(what)
+
+    def _start_load(self, op: Op) -> None:
+        worker = self.worker
+        if worker.records.closed:
+            self.next()
+            return
+        claim = self._claim(op)
+        if worker.records.claim(op.key, self._origin(op), ClaimId(claim)) is not None:
+            self._claimed(op)
+            return
+        del self.claims[op.key]
+        if op.key in worker.flights:
+            self.phase = "flight"
+            return
+        worker.flights[op.key] = self.index
+        worker.ask(self._acquire(op), self)
+
+    def _acquire(self, op: Op) -> Acquire:
+        files = self.worker.host.files
+        source = None if op.build else files.get(op.key, op.fingerprint or f"{op.key}/1")
+        version = op.fingerprint if op.build else ""
+        prefetch = op.prefetch or op.what == "prefetch"
+        return Acquire(self.worker.next_rid(), op.key, source, version, FOREVER_S, prefetch)
+
+    def _has_bytes(self, op: Op) -> None:
+        records, mapping = self.worker.records, self.mapping
+        if op.what == "state":
+            records.outdate(op.key, mapping.gen)
+            self.kept[op.key] = mapping
+            self.next()
+            return
+        claim = self._claim(op)
+        if records.adopt(op.key, mapping.gen, self._origin(op), ClaimId(claim)) is not None:
+            self.land()
+            self._claimed(op)
+            return
+        del self.claims[op.key]
+        self.phase = "assembled"
+
+    def _claimed(self, op: Op) -> None:
+        if op.what == "hold":
+            self.next()
+        else:
+            self.phase, self.mapping = "claimed", None
+
+    def _claim(self, op: Op) -> int:
+        self.worker.ids += 1
+        self.claims[op.key] = self.worker.ids
+        return self.worker.ids
+
+    def _origin(self, op: Op) -> Origin:
+        return Origin("build" if op.build else "source", op.fingerprint)
