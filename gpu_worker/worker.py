@@ -151,6 +151,7 @@ class Worker:
             source: path of a .safetensors file, opened by this process.
             build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
+                Of a module, non-persistent buffers are shared as well, and so are in the dict.
                 All processes get that first result until `version` changes or it is evicted,
                 whatever a later `build` would return.
             version: with `build`: weights of another version are other weights, so change it
@@ -202,13 +203,18 @@ class Worker:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
         The first load in this worker builds the module; later ones share it and ask nobody, until
-        it is evicted. A load of the same key from another source, or of another version, takes its
-        place. Arguments and errors as `state_dict`, and:
+        it is evicted, whatever `skeleton` or `build` they pass. A load of the same key from another
+        source, even an identical copy, or of another version, takes its place in every process.
+        Arguments and errors as `state_dict`, and:
 
         Args:
             skeleton: a function that makes a normal module. Its weights are left out for you while
                 it runs, and then assigned.
-            train: leave the module as `skeleton` built it, instead of calling `eval()`.
+            train: leave the module in the mode that `skeleton` built it in, instead of calling
+                `eval()`. Its parameters need no gradient either way: shared weights are not to be
+                trained by accident. `module.requires_grad_(True)` lets you train them: the pages
+                that an optimizer writes to are copied for this process, and all that it has of
+                these weights shows them; other processes see nothing of it.
             private: with `build`: keep what it returns in this process alone, as with tensors that
                 cannot be shared. `build` then runs in every process, and the coordinator only
                 counts the memory, until the module is gone.
@@ -279,7 +285,14 @@ class Worker:
     def prefetch(self, key: str, *, source: str | os.PathLike[str]) -> None:
         """Have the weights of `key` loaded, for whoever asks for them next. Returns at once.
 
-        Waits for room behind every load, and takes nothing from anybody. What goes wrong is logged.
+        Waits for room behind every load, and takes nothing from anybody. What goes wrong after the
+        file was opened is logged.
+
+        Raises:
+            KeyRefused, ArgumentRefused: before anything was asked.
+            SourceNotOpened: there is no such file to open.
+            CoordinatorLost: nobody answers.
+            WorkerClosed: after `shutdown`.
         """
         ask, _ = arguments.asked(key, source, None, "")
         self._table.check_caller(waits=True)
