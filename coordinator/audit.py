@@ -62,8 +62,8 @@ class Finding(msgspec.Struct, frozen=True):
 
     Differences:
 
-    - `unleased_mapping`: a process maps a segment and does not lease it (any more). Where the
-      ledger has freed it, this is memory that nobody is charged for.
+    - `unleased_mapping`: a process maps so much of a segment and does not lease it (any more).
+      Where the ledger has freed it, this is memory that nobody is charged for.
     - `unmapped_lease`: the holder of a lease maps nothing of it, or is gone.
     - `fd_held`: a process keeps an fd of a segment that it neither leases and maps, nor fills, nor,
       as the coordinator's manager, stores because it is READY.
@@ -114,7 +114,7 @@ class Use:
 
     pid: int
     gen: GenerationId
-    maps: bool = False
+    mapped_bytes: int = 0
     holds: bool = False
     copied_bytes: int = 0
 
@@ -282,7 +282,9 @@ def _size(generation: GenerationReport, facts: Facts) -> Iterator[Finding]:
 
 def _unmapped(generation: GenerationReport, books: StatusReport, facts: Facts) -> Iterator[Finding]:
     """Give the leases of those who map nothing of it: differences, and windows."""
-    mapping = {use.pid for use in facts.uses if use.maps and use.gen == generation.generation}
+    mapping = {
+        use.pid for use in facts.uses if use.mapped_bytes and use.gen == generation.generation
+    }
     workers = {session.session for session in books.sessions}
     for lease in generation.leases:
         sight = facts.processes.get(lease.pid)
@@ -306,9 +308,9 @@ def _unleased(use: Use, generation: GenerationReport | None, facts: Facts) -> It
         holders, key = [lease.pid for lease in generation.leases], generation.key
         stored = generation.state == "ready" and use.pid == facts.manager
     about = Finding("fd_held", use.gen, key, use.pid, facts.names.get(use.pid, ""))
-    if use.maps and use.pid not in holders:
-        yield replace(about, kind="unleased_mapping")
-    if use.holds and not stored and not (use.maps and use.pid in holders):
+    if use.mapped_bytes and use.pid not in holders:
+        yield replace(about, kind="unleased_mapping", kernel_bytes=use.mapped_bytes)
+    if use.holds and not stored and not (use.mapped_bytes and use.pid in holders):
         yield about
 
 
@@ -439,8 +441,9 @@ def _look_into(pid: int, segments: _Segments) -> list[Use]:
         gen = segments.which((device.decode(), int(number)), name.decode())
         if gen is not None:
             use = found.setdefault(gen, Use(pid, gen))
-            use.maps = True
-            use.copied_bytes += _copied_bytes(pid, int(first, 16), int(end, 16))
+            start_byte, end_byte = int(first, 16), int(end, 16)
+            use.mapped_bytes += end_byte - start_byte
+            use.copied_bytes += _copied_bytes(pid, start_byte, end_byte)
     for inode, held, _ in _segment_fds(pid):
         gen = segments.which(inode, held)
         if gen is not None:

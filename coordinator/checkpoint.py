@@ -46,6 +46,9 @@ _OTHER_FORMATS = (
     (b"GGUF", "a GGUF file"),
     (b"\x89HDF", "an HDF5 file"),
 )
+_NO_CHECKPOINT = "name a .safetensors file, or load it yourself with build="
+"""What helps where nothing speaks for a damaged one."""
+
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -107,19 +110,22 @@ def header_bytes(head: bytes, size_bytes: int, source: str) -> int:
     # Only what cannot be a header is looked at as something else: "PK" is also a possible length.
     _refuse_other_format(head, source)
     if size_bytes < LENGTH_BYTES:
-        raise _malformed(source, f"{size_bytes} bytes are too few for a .safetensors file")
+        text = f"{size_bytes} bytes are too few for a .safetensors file"
+        raise _malformed(source, text, _NO_CHECKPOINT)
     if length > HEADER_LIMIT_BYTES:
         raise _malformed(
             source,
             f"its first bytes claim a header of {length} bytes, the format allows "
             f"{HEADER_LIMIT_BYTES}: not a .safetensors file, or damaged",
+            _NO_CHECKPOINT,
         )
     if not fits:
         raise _malformed(
             source,
             f"a header of {length} bytes does not fit the {size_bytes} of the file: truncated",
         )
-    raise _malformed(source, "its header is no JSON object: not a .safetensors file, or damaged")
+    text = "its header is no JSON object: not a .safetensors file, or damaged"
+    raise _malformed(source, text, _NO_CHECKPOINT)
 
 
 def parse(header: bytes, size_bytes: int, source: str) -> Checkpoint:
@@ -170,8 +176,8 @@ def parse(header: bytes, size_bytes: int, source: str) -> Checkpoint:
     )
 
 
-def _malformed(source: str, text: str) -> SourceMalformed:
-    return SourceMalformed(f"{source}: {text}", source=source)
+def _malformed(source: str, text: str, remedy: str | None = None) -> SourceMalformed:
+    return SourceMalformed(f"{source}: {text}", source=source, remedy=remedy)
 
 
 def _shown(value: object) -> str:

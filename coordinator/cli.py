@@ -92,9 +92,14 @@ def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
 
     budget_bytes = None if ram_budget is None else parse_size(ram_budget)
     path = socket_path(socket)
-    if socket is None and path == default_socket_path():
-        # A directory that somebody chose is theirs to make; this one nobody else would.
-        folder = os.path.dirname(path)
+    folder = os.path.dirname(path)
+    # A directory that somebody chose is theirs to make; this one nobody else would.
+    if socket is not None or path != default_socket_path():
+        if not os.path.isdir(folder or "."):
+            raise ArgumentRefused(
+                f"there is no folder {folder} for the socket", remedy="make it, or choose another"
+            )
+    else:
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from typer.core import TyperCommand
 
 from coordinator.cli import run_coordinator
 from coordinator.roster import RESTARTS, Policy, Rule
-from shm_store.errors import ArgumentRefused, LoadTimeout, NoCoordinator
+from shm_store.errors import ArgumentRefused, BudgetExceeded, LoadTimeout, NoCoordinator, listed
 from shm_store.keys import parse_key
 from shm_store.paths import SOCKET_VARIABLE, socket_path
 
@@ -33,7 +34,7 @@ Exit codes:
   3  the checkpoint file cannot be used
   4  no room, no memory, or not done in time
   5  the process at the other end is at fault
-  6  no coordinator answers, it went away, or another one has the socket
+  6  no coordinator answers, it drains or went away, or another one has the socket
   7  this system lacks something
   130  interrupted
 `launch` exits with the code of the first process that fails for good (128 + N for signal N)."""
@@ -42,6 +43,9 @@ TIMEOUT_LIMIT_S = 1e9
 DRAIN_TIMEOUT_S = 60.0
 INVALIDATE_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
+
+RAM = "ram"
+"""The pool of what is loaded from files."""
 
 
 class PlainCommand(TyperCommand):
@@ -122,7 +126,10 @@ def _before(
 
 @app.command(cls=PlainCommand)
 def serve(socket: Socket = None, ram_budget: RamBudget = None) -> None:
-    """Run a coordinator in the foreground until it is drained."""
+    """Run a coordinator in the foreground until it is drained.
+
+    INT and TERM end it at once, with exit code 0: what workers have mapped stays theirs.
+    """
     sys.exit(run_coordinator(socket, ram_budget))
 
 
@@ -214,7 +221,13 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     socket: Socket = None,
 ) -> None:
-    """Say what is held, by whom, and what it costs."""
+    """Say what is held, by whom, and what it costs.
+
+    States: open, its size is not known yet; reserved, charged, and the kernel is asked for memory;
+    filling; ready; retired, replaced or invalidated but still held; freeing. "waiting" counts the
+    requests that wait for it, "waiting for" the keys that a process waits for. Ready weights that
+    nobody holds are retained: kept warm until room is needed.
+    """
     from coordinator.group_file import group_lines, read_group
 
     with _operator(socket, "status") as operator:
@@ -257,9 +270,10 @@ def load(
     started_s = time.monotonic()
     with _operator(socket, "load") as operator:
         source_fd = open_source(source)
+        size_bytes = os.fstat(source_fd).st_size
 
         def tell_why(report: StatusReport) -> bool:
-            reason = waiting_text(report, name, os.fstat(source_fd).st_size)
+            reason = waiting_text(report, name, size_bytes)
             if reason is not None:
                 say(reason)
             return reason is not None
@@ -272,6 +286,7 @@ def load(
         except LoadTimeout as error:
             error.remedy = "see `weight-cache status` for what it waits for, or raise --timeout"
             if timeout_s == 0:
+                _refuse_what_never_fits(operator.status(), name, size_bytes)
                 raise LoadTimeout(
                     f"{key!r} is not loaded yet, and --timeout 0 does not wait for it",
                     remedy="give --timeout some seconds",
@@ -296,7 +311,11 @@ def evict(
     idle: Annotated[bool, typer.Option("--idle", help="All that nobody leases.")] = False,
     socket: Socket = None,
 ) -> None:
-    """Free weights that nobody leases, and their memory."""
+    """Free weights that nobody leases, and their memory.
+
+    A KEY that is not there is an error (2). For `unpin` and `invalidate` it is none: what they are
+    to bring about is so already.
+    """
     if (key is None) == (not idle):
         raise ArgumentRefused("evict takes a KEY, or else --idle")
     name = None if key is None else parse_key(key)
@@ -315,8 +334,13 @@ def pin(key: Key, socket: Socket = None) -> None:
     name = parse_key(key)
     with _operator(socket, "pin") as operator:
         operator.pin(name)
-        there = operator.has(name)
-    print(f"pinned {key}" if there else f"pinned {key} (nothing is loaded under this key yet)")
+        known = operator.known(name)
+    private = ""
+    if known.private_to:
+        private = f"; what is private to {_pids_text(known.private_to)} is not protected"
+    what = "nothing shared is" if private else "nothing is"
+    note = "" if known.shared else f" ({what} loaded under this key yet{private})"
+    print(f"pinned {key}{note}")
 
 
 @app.command(cls=PlainCommand)
@@ -343,15 +367,16 @@ def invalidate(
     name = parse_key(key)
     timeout_s = _seconds("--timeout", timeout)
     with _operator(socket, "invalidate") as operator:
-        there = operator.has(name)
+        before = operator.known(name)
         operator.invalidate(name, timeout_s)
-        generations = operator.status().generations
-    pids = [lease.pid for g in generations if g.key == name for lease in g.leases]
-    print(f"invalidated {key}" if there else f"nothing was loaded under {key}")
-    if pids:
-        from shm_store.errors import listed
-
-        print(f"still in use by {listed([f'pid {pid}' for pid in sorted(set(pids))])}")
+        after = operator.known(name)
+    nothing = "nothing shared" if after.private_to else "nothing"
+    print(f"invalidated {key}" if before.shared else f"{nothing} was loaded under {key}")
+    if after.holders:
+        print(f"still in use by {_pids_text(after.holders)}")
+    if after.private_to:
+        pids = _pids_text(after.private_to)
+        print(f"private to {pids}: retire it there, by `worker.evict` or `worker.invalidate`")
 
 
 @app.command(cls=PlainCommand)
@@ -455,6 +480,24 @@ def _operator(socket: str | None, command: str) -> Operator:
             # The coordinators of `launch` are elsewhere, each on a path of its own.
             error.remedy += ", or give the --socket that `weight-cache launch` printed"
         raise
+
+
+def _refuse_what_never_fits(report: StatusReport, key: str, size_bytes: int) -> None:
+    """Raise BudgetExceeded for a file that is larger than the pool: no time would help."""
+    from shm_store.report import size_text
+
+    for pool in report.pools:
+        if pool.name == RAM and size_bytes > pool.limit_bytes:
+            raise BudgetExceeded(
+                f"{key!r} needs {size_text(size_bytes)}; that is more than all of pool {RAM!r}, "
+                f"{size_text(pool.limit_bytes)}",
+                remedy=f"raise the limit: `weight-cache limit {RAM} SIZE`",
+                needed_bytes=size_bytes,
+            )
+
+
+def _pids_text(pids: Sequence[int]) -> str:
+    return listed([f"pid {pid}" for pid in pids])
 
 
 def _devices(text: str | None) -> tuple[str, ...]:

@@ -14,8 +14,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from shm_store.errors import WeightCacheError, listed
-from shm_store.report import GenerationReport, PoolReport, StatusReport, size_text
+from shm_store.errors import WeightCacheError, holders_text, listed
+from shm_store.report import (
+    GenerationReport,
+    LeaseReport,
+    PoolReport,
+    StatusReport,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -31,8 +37,6 @@ PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
 
 UNREAD_SHOWN = 3
-HOLDERS_SHOWN = 3
-"""How many of those who fill a pool one line names."""
 
 POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
 RUNNING_STATES = ("open", "reserved", "filling")
@@ -77,6 +81,9 @@ def show_status(report: StatusReport, socket: str) -> None:
         _draw(generations_table(report.generations), sys.stdout)
     else:
         print("no weights are held")
+    loaded = {generation.key for generation in report.generations if generation.pinned}
+    if early := [plain(key) for key in report.pins if key not in loaded]:
+        print(f"pinned, and not loaded: {listed(early)}")
     if report.sessions:
         print()
         _draw(sessions_table(report), sys.stdout)
@@ -96,9 +103,12 @@ def show_audit(report: AuditReport) -> None:
     if found:
         print()
         _draw(findings_table(found), sys.stdout)
+    if report.copied:
+        print("copied pages are charged from now on, to the process that has written to them")
     if report.unread:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
-        print(f"not looked into: {listed(unread, UNREAD_SHOWN)}")
+        names = listed(unread, UNREAD_SHOWN)
+        print(f"not looked into for lack of permission, and not part of the verdict: {names}")
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -143,18 +153,29 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     columns = ["key", "generation", "state", "size", "held by"]
     table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key",))
     for generation in generations:
-        holders = [f"pid {lease.pid} ({_age_text(lease.age_s)})" for lease in generation.leases]
+        holders = [_lease_text(lease) for lease in generation.leases]
         if generation.filled_by is not None:
             holders.append(f"pid {generation.filled_by} builds it")
         table.add_row(
             plain(generation.key),
             short_generation(generation.generation),
-            plain(generation.state) + (", pinned" if generation.pinned else ""),
+            _state_text(generation),
             _short_size(generation.size_bytes),
             "\n".join(holders) or "-",
             *([str(generation.waiting)] if waited_for else []),
         )
     return table
+
+
+def _lease_text(lease: LeaseReport) -> str:
+    copied = f", {_short_size(lease.copied_bytes)} copied" if lease.copied_bytes else ""
+    return f"pid {lease.pid} ({_age_text(lease.age_s)}{copied})"
+
+
+def _state_text(generation: GenerationReport) -> str:
+    marks = ["private"] if generation.private else []
+    marks += ["pinned"] if generation.pinned else []
+    return ", ".join([plain(generation.state), *marks])
 
 
 def sessions_table(report: StatusReport) -> Table:
@@ -213,23 +234,11 @@ def waiting_text(report: StatusReport, key: str, size_bytes: int) -> str | None:
             return "waiting for another process to fill it"
         if not any(g.state == "open" and g.key != key for g in report.generations):
             return None  # its loader is about to start
+    charged = [g for g in report.generations if g.pool == pool.name and g.size_bytes > 0]
     return (
         f"waiting for room: pool {pool.name} has {size_text(free_bytes)} free of "
-        f"{size_text(pool.limit_bytes)}; held by {_pool_holders(report, pool.name)}"
+        f"{size_text(pool.limit_bytes)}; held by {holders_text(charged) or 'nobody'}"
     )
-
-
-def _pool_holders(report: StatusReport, pool: str) -> str:
-    charged = [g for g in report.generations if g.pool == pool and g.size_bytes > 0]
-    charged.sort(key=lambda generation: -generation.size_bytes)
-    named = []
-    for generation in charged:
-        facts = [size_text(generation.size_bytes)]
-        facts += ["pinned"] if generation.pinned else []
-        facts += [f"pid {lease.pid}" for lease in generation.leases]
-        facts += [f"built by pid {generation.filled_by}"] if generation.filled_by else []
-        named.append(f"{generation.key!r} ({', '.join(facts)})")
-    return listed(named, HOLDERS_SHOWN) or "nobody"
 
 
 def _counted(count: int, what: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,7 +23,7 @@ from shm_store.errors import (
     ProtocolViolation,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
-from shm_store.report import StatusReport
+from shm_store.report import GenerationReport, StatusReport
 from shm_store.wire import (
     VERSION,
     Acquire,
@@ -89,6 +89,18 @@ class Granted:
     gen: GenerationId
     lease: LeaseId
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What there is of a key: whether anything is shared, who leases that, and who has its own.
+
+    What is private to a process is never matched by key: no command reaches it.
+    """
+
+    shared: bool
+    holders: tuple[int, ...]
+    private_to: tuple[int, ...]
 
 
 class Operator:
@@ -266,10 +278,14 @@ class Operator:
         """Return the whole ledger."""
         return self._ask(Status(self.next_rid()), Report, ANSWER_LIMIT_S).report
 
-    def has(self, key: Key) -> bool:
-        """Return whether there are weights of `key`, or will be: somebody is loading them."""
-        found = [g.state for g in self.status().generations if g.key == key]
-        return any(state != "freeing" for state in found)
+    def known(self, key: Key) -> Known:
+        """Return what there is of `key`, or will be: somebody is loading it."""
+        found = [g for g in self.status().generations if g.key == key and g.state != "freeing"]
+        return Known(
+            shared=any(not generation.private for generation in found),
+            holders=_pids(generation for generation in found if not generation.private),
+            private_to=_pids(generation for generation in found if generation.private),
+        )
 
     def pinned_idle(self) -> tuple[str, ...]:
         """Return the keys of what nobody leases and a pin protects."""
@@ -395,6 +411,10 @@ class Operator:
                 return pidfd is None or _readable(pidfd, EXIT_LIMIT_S)
             channel.close_all(received[1])
         return False
+
+
+def _pids(generations: Iterable[GenerationReport]) -> tuple[int, ...]:
+    return tuple(sorted({lease.pid for generation in generations for lease in generation.leases}))
 
 
 def _readable(fd: int, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ Importing this is cheap and works anywhere; torch is imported when a worker atta
 """
 
 from gpu_worker.handle import ModelHandle
-from gpu_worker.records import Held
+from gpu_worker.records import EvictCause, Held
 from gpu_worker.worker import Worker, attach
 from shm_store.errors import (
     ArgumentRefused,
@@ -22,6 +22,7 @@ from shm_store.errors import (
     FdsExhausted,
     FillFailed,
     ForkedProcess,
+    InvalidateIncomplete,
     KeyRefused,
     LoadTimeout,
     NoCoordinator,
@@ -51,10 +52,12 @@ __all__ = [
     "ConnectionLost",
     "CoordinatorLost",
     "Draining",
+    "EvictCause",
     "FdsExhausted",
     "FillFailed",
     "ForkedProcess",
     "Held",
+    "InvalidateIncomplete",
     "KeyRefused",
     "LoadTimeout",
     "ModelHandle",

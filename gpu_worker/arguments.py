@@ -121,12 +121,12 @@ def timeout_s(timeout: object, argument: str = "timeout") -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise ArgumentRefused(
             f"{argument}= is a number of seconds, not of type {type(timeout).__name__}",
-            remedy="pass a number, or leave it out to wait as long as there is progress",
+            remedy="pass a number, or leave it out",
         )
     if math.isnan(timeout) or not 0 <= timeout <= TIMEOUT_LIMIT_S:
         raise ArgumentRefused(
             f"{argument}={timeout!r} is not between 0 and {TIMEOUT_LIMIT_S:g} s",
-            remedy="leave it out to wait as long as there is progress",
+            remedy="pass seconds, 0 or more, or leave it out",
         )
     return float(timeout)
 

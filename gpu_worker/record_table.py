@@ -233,7 +233,10 @@ class RecordTable:
             if not chosen:
                 lock = self._records.last_lock(claim)
                 if lock is None:
-                    raise CallerError("the handle is left more often than it was entered")
+                    raise CallerError(
+                        "the handle is left more often than it was entered",
+                        remedy="enter it by `with handle as module:`, which also leaves it",
+                    )
                 chosen.append(lock)
             gone = self._records.unlock(chosen[0], time.monotonic())
         if gone:

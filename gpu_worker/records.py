@@ -33,8 +33,8 @@ LockId = NewType("LockId", int)
 Module = TypeVar("Module")
 
 EvictCause = Literal["evicted", "replaced", "invalidated", "room", "unused", "shutdown"]
-"""Why a record goes: `evict`, newer weights of its key, retired everywhere, asked for by the
-coordinator, `idle_timeout`, or `shutdown`."""
+"""Why a record goes: `evict`, newer weights of its key granted to this worker, retired everywhere,
+asked for by the coordinator, `idle_timeout`, or `shutdown`. `attach` explains them to users."""
 
 Asked = Literal["", "idle", "room", "stale"]
 """What the coordinator has asked of a generation, if anything."""
@@ -186,7 +186,7 @@ class Records(Generic[Module]):
         """
         claimed = self._claims.get(claim)
         if claimed is None:
-            raise WorkerClosed("this handle was closed")
+            raise WorkerClosed("this handle was closed", remedy="load again, for a new one")
         record = claimed[0]
         self._locks[lock] = claim, record, whose
         return record.module

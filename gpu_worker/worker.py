@@ -21,8 +21,16 @@ from gpu_worker.callbacks import Callbacks
 from gpu_worker.handle import ModelHandle
 from gpu_worker.record_table import RecordTable, Wish
 from gpu_worker.records import ClaimId, Held
+from gpu_worker.refusal import name_holders
 from gpu_worker.request import Build, Progress
-from shm_store.errors import ArgumentRefused, CoordinatorLost, ResourceError, WorkerClosed
+from shm_store.errors import (
+    ArgumentRefused,
+    BudgetExceeded,
+    CoordinatorLost,
+    InvalidateIncomplete,
+    ResourceError,
+    WorkerClosed,
+)
 from shm_store.keys import parse_key
 from shm_store.paths import socket_path
 from shm_store.wire import TIMEOUT_LIMIT_S
@@ -57,9 +65,21 @@ def attach(
             program's name.
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
             until it is evicted, replaced, or the coordinator needs its room.
-        on_evict, on_hit, on_miss: see `gpu_worker.callbacks.Callbacks`. Called in whatever thread
-            it happens, with no lock held. Let them return soon: while one runs in the thread that
-            gives things back, nothing more is given back.
+        on_evict: called as `on_evict(key, generation, cause)` once for every module that is gone
+            from this worker. `cause` is an `EvictCause`:
+            "evicted": by `Worker.evict`;
+            "replaced": this worker itself was granted newer weights of the key;
+            "invalidated": retired everywhere, because another process has newer ones of the key, by
+            `Worker.invalidate`, `weight-cache invalidate` or a drain;
+            "room": the coordinator asked for it, for those who lack room;
+            "unused": `idle_timeout`;
+            "shutdown": by `Worker.shutdown`.
+            Newer weights can make it either of the second and third: what is heard first counts.
+        on_hit: called as `on_hit(key, generation)` when a load finds its module in this worker.
+        on_miss: called as `on_miss(key)` when a load has to ask the coordinator.
+            All are called in whatever thread it happens, with no lock held. Let them return soon:
+            while one runs in the thread that gives things back, nothing more is given back. What
+            they raise is logged.
 
     Raises:
         ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
@@ -131,19 +151,22 @@ class Worker:
             source: path of a .safetensors file, opened by this process.
             build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
+                Of a module, non-persistent buffers are shared as well, and so are in the dict.
                 All processes get that first result until `version` changes or it is evicted,
                 whatever a later `build` would return.
             version: with `build`: weights of another version are other weights, so change it
                 whenever `build` is to run again.
             timeout: seconds to wait for others; the time in `build` does not count. None waits as
-                long as there is progress.
+                long as there is progress, and 300 s where there is none, as for room.
             progress: called with (bytes filled, bytes in all) while another process fills. What it
                 raises gives the request up.
 
         Raises:
             KeyRefused, ArgumentRefused: before anything was asked.
             SourceError: the file cannot be used.
-            BudgetExceeded, LoadTimeout, BackingFailed, FillFailed: no room, or no time.
+            BudgetExceeded: no room in time. It names who holds what, this process included;
+                `holders` has all of them, as `status --json` does.
+            LoadTimeout, BackingFailed, FillFailed: no time, no memory, or its maker ended.
             CoordinatorLost: nobody answers.
             WorkerClosed: after `shutdown`.
             Whatever `build` raises. In all cases nothing stays leased.
@@ -154,7 +177,11 @@ class Worker:
         self._table.check_caller(waits=True)
         self._table.refuse_closed()
         self._table.refuse_in_skeleton(ask.key)
-        granted = self._client.acquire(ask, timeout_s, progress)
+        try:
+            granted = self._client.acquire(ask, timeout_s, progress)
+        except BudgetExceeded as error:
+            name_holders(error)
+            raise
         self._table.outdate(ask.key, granted.gen)
         from gpu_worker.tensors import tensors
 
@@ -176,13 +203,18 @@ class Worker:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
         The first load in this worker builds the module; later ones share it and ask nobody, until
-        it is evicted. A load of the same key from another source, or of another version, takes its
-        place. Arguments and errors as `state_dict`, and:
+        it is evicted, whatever `skeleton` or `build` they pass. A load of the same key from another
+        source, even an identical copy, or of another version, takes its place in every process.
+        Arguments and errors as `state_dict`, and:
 
         Args:
             skeleton: a function that makes a normal module. Its weights are left out for you while
                 it runs, and then assigned.
-            train: leave the module as `skeleton` built it, instead of calling `eval()`.
+            train: leave the module in the mode that `skeleton` built it in, instead of calling
+                `eval()`. Its parameters need no gradient either way: shared weights are not to be
+                trained by accident. `module.requires_grad_(True)` lets you train them: the pages
+                that an optimizer writes to are copied for this process, and all that it has of
+                these weights shows them; other processes see nothing of it.
             private: with `build`: keep what it returns in this process alone, as with tensors that
                 cannot be shared. `build` then runs in every process, and the coordinator only
                 counts the memory, until the module is gone.
@@ -203,7 +235,11 @@ class Worker:
         self._table.check_caller(waits=True)
         handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
         wish = Wish(ask, origin, skeleton, train, progress, private)
-        record = self._table.claim(handle._claim, wish, timeout_s)
+        try:
+            record = self._table.claim(handle._claim, wish, timeout_s)
+        except BudgetExceeded as error:
+            name_holders(error)
+            raise
         if record.module.train is not train:
             handle.close()
             raise ArgumentRefused(
@@ -249,7 +285,14 @@ class Worker:
     def prefetch(self, key: str, *, source: str | os.PathLike[str]) -> None:
         """Have the weights of `key` loaded, for whoever asks for them next. Returns at once.
 
-        Waits for room behind every load, and takes nothing from anybody. What goes wrong is logged.
+        Waits for room behind every load, and takes nothing from anybody. What goes wrong after the
+        file was opened is logged.
+
+        Raises:
+            KeyRefused, ArgumentRefused: before anything was asked.
+            SourceNotOpened: there is no such file to open.
+            CoordinatorLost: nobody answers.
+            WorkerClosed: after `shutdown`.
         """
         ask, _ = arguments.asked(key, source, None, "")
         self._table.check_caller(waits=True)
@@ -274,7 +317,12 @@ class Worker:
         timeout_s = arguments.timeout_s(timeout)
         self._table.check_caller(waits=True)
         self._table.invalidate_private(name)
-        return self._client.invalidate(name, TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+        limit_s = TIMEOUT_LIMIT_S if timeout_s is None else timeout_s
+        try:
+            return self._client.invalidate(name, limit_s)
+        except InvalidateIncomplete as error:
+            name_holders(error)
+            raise
 
     def evict(self, key: str) -> bool:
         """Let go of the module of `key`, and say whether it is gone now.

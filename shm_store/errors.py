@@ -16,7 +16,7 @@ each instance carries a `remedy` and its facts as attributes.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from shm_store.report import GenerationReport
+from shm_store.report import GenerationReport, size_text
 
 
 class WeightCacheError(Exception):
@@ -42,6 +42,32 @@ def listed(names: Sequence[str], limit: int = 20, separator: str = ", ") -> str:
     """Return the first `limit` of `names`, and how many more there are, on one line."""
     more = len(names) - limit
     return separator.join([*names[:limit], *([f"and {more} more"] if more > 0 else [])])
+
+
+HOLDERS_NAMED = 3
+"""How many of those who fill a pool one line names."""
+
+
+def holders_text(holders: Sequence[GenerationReport], here: int | None = None) -> str:
+    """Return the largest of `holders` and whose they are, on one line; "" if there are none.
+
+    Args:
+        here: the pid of who reads it.
+    """
+    charged = sorted(holders, key=lambda holder: -holder.size_bytes)
+    return listed([_holder_text(holder, here) for holder in charged], HOLDERS_NAMED)
+
+
+def _holder_text(holder: GenerationReport, here: int | None) -> str:
+    def who(pid: int) -> str:
+        return "this process" if pid == here else f"pid {pid}"
+
+    facts = [size_text(holder.size_bytes)]
+    facts += ["private"] if holder.private else []
+    facts += ["pinned"] if holder.pinned else []
+    facts += dict.fromkeys(who(lease.pid) for lease in holder.leases)
+    facts += [f"built by {who(holder.filled_by)}"] if holder.filled_by else []
+    return f"{holder.key!r} ({', '.join(facts)})"
 
 
 def rebuild(code: str, message: str, facts: dict[str, object]) -> WeightCacheError:
@@ -120,7 +146,7 @@ class WorkerClosed(CallerError):
     """The worker, or the handle, was shut down before this call."""
 
     code = "worker_closed"
-    default_remedy = "attach again, or load again"
+    default_remedy = "attach again"
 
 
 class ForkedProcess(CallerError):
@@ -208,7 +234,10 @@ class BudgetExceeded(ResourceError):
     """The pool has no room for the weights. `holders` are the generations that fill it."""
 
     code = "budget_exceeded"
-    default_remedy = "release or evict some (`weight-cache status`), or raise --ram-budget"
+    default_remedy = (
+        "let go of modules and tensors, evict some (`weight-cache status`), "
+        "or raise the limit: `weight-cache limit ram SIZE`"
+    )
 
     def __init__(
         self,

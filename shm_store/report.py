@@ -74,6 +74,8 @@ class StatusReport(msgspec.Struct, frozen=True):
     sessions: tuple[SessionReport, ...]
     start: str = ""
     """What the ids of this coordinator's generations begin with, up to the dash."""
+    pins: tuple[str, ...] = ()
+    """Every key that is pinned, loaded or not."""
 
 
 def size_text(size_bytes: int) -> str:

@@ -400,10 +400,13 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
         behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
     if ledger.awaited:
         behind = f"; the coordinator was started again, and {silent_text(ledger)} may hold more"
+    free = f"pool {pool.name!r} has {size_text(pool.free_bytes)} free of"
+    if never:
+        free = f"that is more than all of pool {pool.name!r},"
     return BudgetExceeded(
-        f"{generation.key!r} needs {size_text(generation.size_bytes)}; pool {pool.name!r} has "
-        f"{size_text(pool.free_bytes)} free of {size_text(pool.limit_bytes)}{behind}",
-        remedy="raise --ram-budget" if never else None,
+        f"{generation.key!r} needs {size_text(generation.size_bytes)}; {free} "
+        f"{size_text(pool.limit_bytes)}{behind}",
+        remedy=f"raise the limit: `weight-cache limit {pool.name} SIZE`" if never else None,
         needed_bytes=generation.size_bytes,
         free_bytes=pool.free_bytes,
         holders=tuple(generation_report(ledger, holder, turn.now_s) for holder in holders),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Exit, Remember
 from coordinator.ledger.eviction import retained
@@ -15,6 +17,7 @@ from shm_store.errors import (
     InvalidateIncomplete,
     KeyRefused,
     ResourceError,
+    listed,
 )
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
@@ -73,17 +76,17 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
         known = [g for g in ledger.by_key.get(key, ()) if g.state is not State.FREEING]
         idle = [generation for generation in known if generation.retained]
         if not known:
-            unknown = ArgumentRefused(
-                f"there are no weights {key!r}", remedy="see `weight-cache status`"
-            )
-            turn.refuse(session, message.rid, unknown)
+            turn.refuse(session, message.rid, _nothing_shared(turn, key))
             return
         if key in ledger.pins or not idle:
-            why = ["pinned"] if key in ledger.pins else []
-            remedies = ["take the pin back with `weight-cache unpin`"] if why else []
+            why, remedies, quoted = [], [], shlex.quote(key)
+            if key in ledger.pins:
+                why.append("pinned")
+                remedies.append(f"take the pin back: `weight-cache unpin {quoted}`")
             if not idle:
                 why.append("in use")
-                remedies.append("let the holders finish")
+                retire = f"`weight-cache invalidate {quoted}`"
+                remedies.append(f"retire it, so that it goes where it is idle: {retire}")
             refusal = InUse(
                 f"{key!r} is {' and '.join(why)}",
                 holders=tuple(generation_report(ledger, g, turn.now_s) for g in known),
@@ -94,6 +97,23 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
     for generation in idle:
         admission.let_go(turn, generation)
     turn.send(session, Done(message.rid, tuple(generation.key for generation in idle)))
+
+
+def _nothing_shared(turn: Turn, key: Key) -> ArgumentRefused | InUse:
+    """Say why there is nothing of `key` to evict: what is private is its worker's alone."""
+    own = tuple(
+        generation_report(turn.ledger, generation, turn.now_s)
+        for generation in turn.ledger.generations.values()
+        if generation.private and generation.key == key and generation.leases
+    )
+    if not own:
+        return ArgumentRefused(f"there are no weights {key!r}", remedy="see `weight-cache status`")
+    pids = listed([f"pid {lease.pid}" for report in own for lease in report.leases])
+    return InUse(
+        f"{key!r} is private to {pids}",
+        holders=own,
+        remedy="retire it there, by `worker.evict` or `worker.invalidate`",
+    )
 
 
 def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
@@ -158,7 +178,11 @@ def limit(turn: Turn, session: SessionId, message: Limit) -> None:
     """Set a pool's limit. What is above it goes as soon as it is idle; nothing is taken away."""
     pool = turn.ledger.pools.get(message.pool)
     if pool is None:
-        turn.refuse(session, message.rid, ArgumentRefused(f"there is no pool {message.pool!r}"))
+        pools = listed([repr(name) for name in turn.ledger.pools])
+        unknown = ArgumentRefused(
+            f"there is no pool {message.pool!r}", remedy=f"those there are: {pools}"
+        )
+        turn.refuse(session, message.rid, unknown)
         return
     pool.limit_bytes = message.limit_bytes
     _remember(turn)

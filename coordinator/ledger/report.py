@@ -93,6 +93,7 @@ def status_report(ledger: Ledger, now_s: float) -> StatusReport:
             if session.role == "worker"
         ),
         start=start_id(ledger.start_ns),
+        pins=tuple(ledger.pins),
     )
 
 

@@ -67,7 +67,7 @@ def windows(status: StatusReport, found: Facts) -> list[str]:
     return [window.kind for window in compare(status, found).windows]
 
 
-MAPPED = Use(WORKER, GEN, maps=True)
+MAPPED = Use(WORKER, GEN, mapped_bytes=SIZE)
 LEASED = books(generation("ready", lease()))
 
 
@@ -82,13 +82,13 @@ def test_a_retained_generation_needs_no_lease_and_an_open_one_no_segment():
 
 
 def test_a_mapping_without_a_lease_names_its_process():
-    (found,) = compare(books(generation()), facts(Use(OTHER, GEN, maps=True))).differences
-    assert found == Finding("unleased_mapping", GEN, "k", OTHER, "sleep")
+    (found,) = compare(books(generation()), facts(Use(OTHER, GEN, mapped_bytes=SIZE))).differences
+    assert found == Finding("unleased_mapping", GEN, "k", OTHER, "sleep", kernel_bytes=SIZE)
 
 
 def test_a_mapping_outlives_the_generation_and_is_found():
     (found,) = compare(books(), facts(MAPPED, segments={})).differences
-    assert found == Finding("unleased_mapping", GEN, "", WORKER, "python")
+    assert found == Finding("unleased_mapping", GEN, "", WORKER, "python", kernel_bytes=SIZE)
 
 
 def test_a_lease_without_a_mapping_is_found():
@@ -123,7 +123,7 @@ def replace_sight(seen: Facts, pid: int, sight: str) -> Facts:
 
 
 def test_an_fd_is_for_who_maps_and_leases_what_it_is_of():
-    held = Use(WORKER, GEN, maps=True, holds=True)
+    held = Use(WORKER, GEN, mapped_bytes=SIZE, holds=True)
     assert differences(LEASED, facts(held)) == [], "to state it when it resumes"
     assert differences(books(generation()), facts(Use(OTHER, GEN, holds=True))) == ["fd_held"]
 
@@ -181,7 +181,7 @@ def test_private_memory_has_no_segment_and_is_part_of_the_total():
 
 
 def test_a_pool_that_is_not_the_sum_of_its_parts_is_found():
-    copies = Use(WORKER, GEN, maps=True, copied_bytes=PAGE)
+    copies = Use(WORKER, GEN, mapped_bytes=SIZE, copied_bytes=PAGE)
     leased = generation("ready", lease(copied_bytes=PAGE))
     assert differences(books(leased), facts(copies)) == []
     (found,) = compare(books(leased, in_use_bytes=SIZE), facts(copies)).differences
@@ -197,7 +197,7 @@ def test_a_total_is_not_judged_while_a_window_is_open():
 
 def test_copied_pages_are_those_of_the_first_session_of_their_process():
     status = books(generation("ready", lease(), lease(session=2, copied_bytes=PAGE)))
-    found = copied(status, facts(Use(WORKER, GEN, maps=True, copied_bytes=3 * PAGE)))
+    found = copied(status, facts(Use(WORKER, GEN, mapped_bytes=SIZE, copied_bytes=3 * PAGE)))
     assert [(c.session, c.books_bytes, c.kernel_bytes) for c in found] == [
         (1, 0, 3 * PAGE),
         (2, PAGE, 0),
@@ -212,7 +212,7 @@ def test_copied_pages_stay_as_they_are_where_nobody_may_look():
 
 
 def test_charges_for_copied_pages_that_do_not_follow_are_found():
-    copies = Use(WORKER, GEN, maps=True, copied_bytes=PAGE)
+    copies = Use(WORKER, GEN, mapped_bytes=SIZE, copied_bytes=PAGE)
     assert differences(LEASED, facts(copies)) == ["wrong_copied"]
 
 
@@ -269,7 +269,7 @@ def test_differences_that_change_from_look_to_look_are_none(kernel):
 
 
 def test_copied_pages_are_charged_and_told(kernel):
-    kernel(facts(Use(WORKER, GEN, maps=True, copied_bytes=PAGE)))
+    kernel(facts(Use(WORKER, GEN, mapped_bytes=SIZE, copied_bytes=PAGE)))
     operator = FakeOperator(LEASED, books(generation("ready", lease(copied_bytes=PAGE))))
     report = audit(operator)
     assert report.agree and report.in_use_bytes == SIZE + PAGE

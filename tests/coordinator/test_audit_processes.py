@@ -113,8 +113,8 @@ def test_a_child_that_outlives_its_parent_maps_without_a_lease(served, holder):
     child = int(holder.do("fork"))
     try:
         name = Path(f"/proc/{child}/comm").read_text().strip()
-        (gen,) = (g.generation for g in status(served).generations)
-        unleased = Finding("unleased_mapping", gen, "k", child, name)
+        ((gen, mapped_bytes),) = ((g.generation, g.size_bytes) for g in status(served).generations)
+        unleased = Finding("unleased_mapping", gen, "k", child, name, kernel_bytes=mapped_bytes)
         assert look(served).differences == (unleased,)
         holder.end()
         wait_for_sessions(served, 0)
@@ -122,7 +122,7 @@ def test_a_child_that_outlives_its_parent_maps_without_a_lease(served, holder):
 
         evict(served)
         assert in_use_bytes(served) == 0  # so the books know nothing of it any more
-        gone = Finding("unleased_mapping", gen, "", child, name)
+        gone = Finding("unleased_mapping", gen, "", child, name, kernel_bytes=mapped_bytes)
         assert look(served).differences == (gone,)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -172,9 +172,12 @@ def test_a_process_that_was_given_the_fd_maps_without_a_lease_and_holds_it(serve
     }
 
 
-def test_a_holder_that_keeps_its_fd_is_named(served, holder):
+def test_who_keeps_an_fd_longer_than_its_lease_is_named(served, holder):
     holder.do("publish", "k", SIZE_BYTES)
     holder.do("map")
+    served.audit()  # it may have to state it
+    holder.do("unmap")
+    holder.do("release")
     (found,) = look(served).differences
     assert (found.kind, found.key, found.pid) == ("fd_held", "k", holder.pid)
     holder.do("close")

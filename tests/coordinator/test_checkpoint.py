@@ -262,6 +262,9 @@ def test_a_file_is_judged_by_its_first_bytes(case):
         header_bytes(head, size, SOURCE)
     assert type(caught.value) is kind
     assert text in caught.value.message and caught.value.source == SOURCE and caught.value.remedy
+    # What never was one is not to be saved again.
+    damaged = case in ("empty", "header cut", "header by one", "LFS")
+    assert ("build=" in caught.value.remedy) is not damaged
 
 
 def test_a_length_that_looks_like_another_format_is_still_a_length():

@@ -125,7 +125,10 @@ def test_help_documents_the_exit_code_of_every_error(run_here):
 
 def test_a_second_coordinator_is_part_of_exit_code_6(run_here):
     _, shown, _ = run_here("--help", socket="none")
-    assert "6  no coordinator answers, it went away, or another one has the socket\n" in shown
+    assert (
+        "6  no coordinator answers, it drains or went away, or another one has the socket\n"
+        in shown
+    )
 
 
 @pytest.mark.parametrize(

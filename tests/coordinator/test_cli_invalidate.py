@@ -175,6 +175,6 @@ def test_limit_returns_when_what_went_is_gone(path, run_here):
 def test_a_pool_that_is_not_there_is_refused(coordinator: Coordinator, run_here):
     code, out, err = run_here("limit", "rom", "1GiB", socket=coordinator.socket)
     assert (code, out) == (2, "")
-    assert "there is no pool 'rom'" in err
+    assert err == "weight-cache: there is no pool 'rom' (those there are: 'ram')\n"
     (pool,) = Peer(coordinator.socket).status().pools
     assert pool.limit_bytes == BUDGET_BYTES

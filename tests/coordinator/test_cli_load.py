@@ -9,8 +9,18 @@ import pytest
 
 from shm_store import errors
 from shm_store.keys import GenerationId, LeaseId
-from shm_store.report import size_text
-from shm_store.wire import Acquire, Cause, Fail, Flush, Flushed, Grant, Release
+from shm_store.report import PoolReport, StatusReport, size_text
+from shm_store.wire import (
+    Acquire,
+    Cause,
+    Fail,
+    Flush,
+    Flushed,
+    Grant,
+    Release,
+    Report,
+    Status,
+)
 from tests.coordinator.command_line import BUDGET_BYTES, Played, in_use_bytes, only_line, run, start
 from tests.processes import WAIT_S, Peer, write_safetensors
 
@@ -47,7 +57,30 @@ def test_a_load_that_is_late_speaks_of_its_own_option(path, weights, timeout, te
         asked = played.heard()
         assert isinstance(asked, Acquire) and asked.timeout_s == float(timeout)
         played.say(Fail(asked.rid, Cause.of(errors.LoadTimeout("late"))))
+        if timeout == "0":  # it asks whether its file can fit
+            status = played.heard()
+            assert isinstance(status, Status)
+            pool = PoolReport("ram", 1 << 20, 0, 0, 0, 0, 0, 0, 0)
+            played.say(Report(status.rid, StatusReport(False, (pool,), (), ())))
         assert played.end() == (4, "", f"weight-cache: {text}\n")
+
+
+def test_a_load_that_never_fits_says_so_even_if_it_is_not_to_wait(path, weights):
+    """Its size is known by then only here: more seconds, as for others, would not help."""
+    with Played(path, "load", "k", weights, "--timeout", "0") as played:
+        asked = played.heard()
+        assert isinstance(asked, Acquire)
+        played.say(Fail(asked.rid, Cause.of(errors.LoadTimeout("late"))))
+        status = played.heard()
+        assert isinstance(status, Status)
+        pool = PoolReport("ram", 64 << 10, 0, 0, 0, 0, 0, 0, 0)
+        played.say(Report(status.rid, StatusReport(False, (pool,), (), ())))
+        code, out, err = played.end()
+    assert (code, out) == (4, "")
+    assert only_line(err).endswith(
+        "; that is more than all of pool 'ram', 64.0 KiB "
+        "(raise the limit: `weight-cache limit ram SIZE`)"
+    )
 
 
 def test_load_leaves_the_weights_ready_and_unleased(coordinator, weights):
@@ -77,7 +110,7 @@ def test_load_with_pin_protects_until_unpin(coordinator, weights):
     refused = run("evict", "k", **socket)
     assert refused.returncode == 2
     first, *table = refused.stderr.splitlines()
-    assert first == ("weight-cache: 'k' is pinned (take the pin back with `weight-cache unpin`)")
+    assert first == ("weight-cache: 'k' is pinned (take the pin back: `weight-cache unpin k`)")
     assert "ready, pinned" in table[-1]
     assert peer.generation("k") == found
 

@@ -243,6 +243,14 @@ def test_only_the_largest_of_those_who_fill_a_pool_are_named():
     assert text.endswith(f"{held_by}, and 2 more")
 
 
+def test_a_pin_without_weights_is_shown_below_them(capsys):
+    """Nothing else tells of a misspelt key that it protects nothing."""
+    show_status(StatusReport(False, (), (PINNED, IDLE), (), pins=("b", "c", "d\ne")), "s")
+    assert "\npinned, and not loaded: c, d\\ne\n" in capsys.readouterr().out
+    show_status(StatusReport(False, (), (PINNED,), (), pins=("b",)), "s")
+    assert "not loaded" not in capsys.readouterr().out
+
+
 def test_an_empty_ledger_is_said_in_words(capsys):
     show_status(StatusReport(False, (), (), ()), "s")
     shown = capsys.readouterr().out

@@ -7,7 +7,19 @@ import pytest
 from coordinator.ledger import next_deadline_s, status_report
 from coordinator.ledger.events import Exit
 from coordinator.ledger.state import State
-from shm_store.wire import Done, Drain, Evict, Fail, Flush, Flushed, Grant, Pin, Status, Unpin
+from shm_store.wire import (
+    Charge,
+    Done,
+    Drain,
+    Evict,
+    Fail,
+    Flush,
+    Flushed,
+    Grant,
+    Pin,
+    Status,
+    Unpin,
+)
 from tests.coordinator.ledger_world import Back, Free, World
 
 
@@ -83,7 +95,7 @@ def test_what_can_never_fit_is_refused_at_once():
         answer = world.answer(session, rid)
         assert isinstance(answer, Fail)
         assert (answer.cause.needed_bytes, answer.cause.free_bytes) == (301, 300)
-        assert answer.cause.remedy == "raise --ram-budget", "there is nothing to evict"
+        assert answer.cause.remedy == "raise the limit: `weight-cache limit ram SIZE`"
     assert world.state(gen) is None and [effect.gen for effect in world.done(Free)] == [gen]
     assert world.done(Back) == []
 
@@ -132,7 +144,7 @@ def test_a_refusal_lists_who_holds_what():
     cause = answer.cause
     assert (cause.code, cause.needed_bytes, cause.free_bytes) == ("budget_exceeded", 100, 50)
     assert cause.message == "'more' needs 100 B; pool 'ram' has 50 B free of 300 B"
-    assert "release or evict" in cause.remedy
+    assert "evict some" in cause.remedy and "`weight-cache limit ram SIZE`" in cause.remedy
     (holder,) = cause.holders
     assert (holder.key, holder.generation, holder.size_bytes) == ("big", gen, 250)
     assert [(lease.session, lease.pid, lease.age_s) for lease in holder.leases] == [(1, 1001, 15.0)]
@@ -281,15 +293,24 @@ def test_a_refused_evict_says_what_is_in_the_way_and_what_to_do_about_that():
     world = World()
     world.attach(1)
     world.retain(1, "pinned")
-    world.have(1, "held")
+    world.have(1, "held key")
     world.have(1, "both")
     for key in ("pinned", "both"):
         world.say(1, Pin(world.rid(1), key))
-    unpin, wait = "take the pin back with `weight-cache unpin`", "let the holders finish"
+    world.say(1, Charge(world.rid(1), "ram", "own", 100, 300.0))
+    own = "retire it there, by `worker.evict` or `worker.invalidate`"
+
+    def unpin(key: str) -> str:
+        return f"take the pin back: `weight-cache unpin {key}`"
+
+    def retire(key: str) -> str:
+        return f"retire it, so that it goes where it is idle: `weight-cache invalidate {key}`"
+
     for key, message, remedy in (
-        ("pinned", "'pinned' is pinned", unpin),
-        ("held", "'held' is in use", wait),
-        ("both", "'both' is pinned and in use", f"{unpin} and {wait}"),
+        ("pinned", "'pinned' is pinned", unpin("pinned")),
+        ("held key", "'held key' is in use", retire("'held key'")),
+        ("both", "'both' is pinned and in use", f"{unpin('both')} and {retire('both')}"),
+        ("own", "'own' is private to pid 1001", own),
         ("nope", "there are no weights 'nope'", "see `weight-cache status`"),
     ):
         rid = world.rid(1)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from coordinator import operator as operator_module
-from coordinator.operator import Operator
+from coordinator.operator import Known, Operator
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import (
@@ -257,12 +257,15 @@ def test_what_is_there_and_what_a_pin_keeps_is_read_from_the_ledger(ends):
         GenerationReport("plain", "g3", "ready", 1, "ram", False, ()),
         GenerationReport("going", "g4", "freeing", 1, "ram", False, ()),
         GenerationReport("coming", "g5", "open", 0, "ram", False, ()),
+        GenerationReport("own", "g6", "ready", 1, "ram", False, (lease,), private=True),
     )
-    for rid in range(1, 6):
+    for rid in range(1, 8):
         coordinator.say(Report(RequestId(rid), StatusReport(False, (), found, ())))
     assert operator.pinned_idle() == ("idle",)
     keys = ("plain", "coming", "going", "nowhere")
-    assert [operator.has(Key(key)) for key in keys] == [True, True, False, False]
+    assert [operator.known(Key(key)).shared for key in keys] == [True, True, False, False]
+    assert operator.known(Key("leased")) == Known(shared=True, holders=(10,), private_to=())
+    assert operator.known(Key("own")) == Known(shared=False, holders=(), private_to=(10,))
 
 
 def test_a_request_goes_out_with_the_callers_own_id(ends):

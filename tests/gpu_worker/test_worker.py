@@ -21,6 +21,7 @@ from shm_store.errors import (
     CallerError,
     CoordinatorLost,
     LoadTimeout,
+    SourceNotOpened,
     WeightsMissing,
     WorkerClosed,
 )
@@ -71,6 +72,19 @@ class TestStateDict:
         assert [module() for module in built] == [None]
         worker.state_dict(key, build=build, version="2")
         assert len(built) == 2
+
+    def test_non_persistent_buffers_of_what_is_built_are_in_it(self, worker, key):
+        def build():
+            module = torch.nn.Module()
+            module.register_buffer("kept", torch.ones(1))
+            module.register_buffer("left_out", torch.ones(1), persistent=False)
+            return module
+
+        assert set(worker.state_dict(key, build=build)) == {"kept", "left_out"}
+
+    def test_a_prefetch_of_no_file_is_refused_at_once(self, worker, key, tmp_path):
+        with pytest.raises(SourceNotOpened):
+            worker.prefetch(key, source=tmp_path / "nowhere")
 
     def test_what_build_raises_comes_out_and_the_next_one_builds(self, worker, operator, key):
         error = RuntimeError("no such model")
@@ -131,6 +145,25 @@ class TestLoad:
         finally:
             os.kill(served.pid, signal.SIGCONT)
         worker.flush()
+
+    def test_it_is_trained_for_this_process_alone_and_only_if_asked(
+        self, served, worker, key, source
+    ):
+        """What an optimizer writes to is copied, and is what this process has of the weights."""
+        with worker.use(key, skeleton=skeleton, source=source, train=True) as module:
+            assert module.training and not any(p.requires_grad for p in module.parameters())
+            module.requires_grad_(True)
+            module(torch.ones(3)).sum().backward()
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+            assert torch.equal(worker.state_dict(key, source=source)["weight"], torch.zeros(2, 3))
+            (copied,) = served.audit().copied
+            assert (copied.key, copied.pid) == (key, os.getpid())
+
+    def test_a_later_skeleton_makes_nothing(self, worker, key, source):
+        with worker.use(key, skeleton=skeleton, source=source) as module:
+            pass
+        with worker.use(key, skeleton=lambda: 1 / 0, source=source) as same:
+            assert same is module
 
     def test_another_source_takes_its_place(self, worker, key, tmp_path):
         one, two = write(tmp_path / "1", 1.0), write(tmp_path / "2", 2.0)
@@ -221,7 +254,7 @@ class TestHandles:
         with handle:
             handle.close()
             assert not worker.evict(key), "it is locked"
-            with pytest.raises(WorkerClosed):
+            with pytest.raises(WorkerClosed, match=r"handle was closed \(load again"):
                 handle.__enter__()
             assert worker.shutdown() == (
                 Held(key, handle.generation, claims=0, locks=1, threads=("MainThread",)),
@@ -286,7 +319,7 @@ class TestHandles:
     def test_leaving_more_often_than_entering_is_refused(self, handle):
         with handle:
             pass
-        with pytest.raises(CallerError):
+        with pytest.raises(CallerError, match="with handle as module"):
             handle.__exit__(None, None, None)
 
     def test_a_block_that_raises_unlocks_and_ends_use(self, worker, key, source):
@@ -361,7 +394,7 @@ class TestShutdown:
             assert module.state_dict()["bias"][0] == 1
         del module
         for call in (worker.state_dict, lambda *a, **k: worker.load(*a, skeleton=skeleton, **k)):
-            with pytest.raises(WorkerClosed):
+            with pytest.raises(WorkerClosed, match=r"shut down \(attach again\)"):
                 call(key, source=source)
         held.close()
         assert worker.shutdown() == ()

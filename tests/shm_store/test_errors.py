@@ -30,6 +30,7 @@ from shm_store.errors import (
     TensorRefused,
     WeightCacheError,
     WeightsMissing,
+    holders_text,
 )
 from shm_store.keys import RequestId
 from shm_store.report import GenerationReport, LeaseReport
@@ -218,3 +219,19 @@ def test_what_is_in_the_way_is_an_attribute(
     assert error.holders == HOLDERS
     assert vars(Cause.of(error).error())["holders"] == HOLDERS
     assert kind("held").holders == ()
+
+
+def test_holders_are_told_largest_first_and_the_readers_own_by_that_name() -> None:
+    """Who is refused knows then whether it is itself in its way."""
+    leases = (LeaseReport(1, 11, 0.0), LeaseReport(2, 12, 0.0))
+    small = GenerationReport("small", "1-1", "ready", 1024, "ram", True, leases)
+    large = GenerationReport("large", "1-2", "ready", 2048, "ram", False, leases[1:], private=True)
+    filling = GenerationReport("fill", "1-3", "filling", 512, "ram", False, (), filled_by=12)
+    retained = GenerationReport("kept", "1-4", "ready", 1, "ram", False, ())
+    assert holders_text((small, retained, large, filling), here=12) == (
+        "'large' (2.0 KiB, private, this process), "
+        "'small' (1.0 KiB, pinned, pid 11, this process), "
+        "'fill' (512 B, built by this process), and 1 more"
+    )
+    assert holders_text((filling,)) == "'fill' (512 B, built by pid 12)"
+    assert holders_text(()) == ""
