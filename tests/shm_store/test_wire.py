@@ -21,6 +21,7 @@ from shm_store.keys import GenerationId, Key, LeaseId, RequestId
 
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "resume": wire.resume_decoder,
+    "held": wire.held_decoder,
     "session": wire.session_decoder,
     "loader": wire.loader_decoder,
     "to_session": wire.to_session_decoder,
