@@ -405,8 +405,11 @@ def collect(coordinator: int, start: str) -> Facts:
 
 def _is_managed(coordinator: int) -> bool:
     """Say whether who started it stores what it has; see `coordinator.notify`."""
-    with open(f"/proc/{coordinator}/environ", "rb") as file:
-        return any(line.startswith(b"NOTIFY_SOCKET=/") for line in file.read().split(b"\0"))
+    try:
+        with open(f"/proc/{coordinator}/environ", "rb") as file:
+            return any(line.startswith(b"NOTIFY_SOCKET=") for line in file.read().split(b"\0"))
+    except (FileNotFoundError, PermissionError):
+        return False
 
 
 def _segments(coordinator: int, start: str) -> _Segments:

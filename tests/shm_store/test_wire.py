@@ -60,6 +60,7 @@ PAGES = st.integers(1, wire.SIZE_LIMIT_BYTES // 4096).map(lambda pages: 4096 * p
 SIZES = {
     wire.Reserve: PAGES,
     wire.Charge: PAGES,
+    wire.HeldCharge: PAGES,
     wire.CopiedPages: PAGES,
 }
 
