@@ -44,6 +44,7 @@ from shm_store.wire import (
 )
 from shm_store.wire import Charge as ChargeMessage
 from tests.gpu_worker.sealed import maps_of
+from tests.gpu_worker.served import wait_until
 from tests.gpu_worker.spoken import KEY, WAIT_S, built, fds_of, segments_open
 
 BUILT = Fingerprint("build:")
@@ -357,8 +358,9 @@ class TestFills:
         assert building.wait(WAIT_S)
         coordinator.peer.close()
         (again,) = coordinator.come_back()[2]
-        coordinator.in_step(client)
         go_on.set()
+        wait_until(lambda: all(waits.waits_since_s for waits in client._session.requests))
+        coordinator.in_step(client)  # it waits for the answer, and has said nothing
         coordinator.gen = type(coordinator.gen)(f"{coordinator.gen}-again")
         os.close(coordinator.send_space(coordinator.reservation(again.rid)))
         coordinator.expect(Commit)
