@@ -131,6 +131,17 @@ def timeout_s(timeout: object, argument: str = "timeout") -> float | None:
     return float(timeout)
 
 
+def patience_s(patience: object) -> float:
+    """Return `patience` in seconds if it is a time one can wait."""
+    checked_s = timeout_s(patience, "patience")
+    if checked_s is None:
+        raise ArgumentRefused(
+            "patience= is a number of seconds, not None",
+            remedy="pass how long to wait for a coordinator that died, or leave it out",
+        )
+    return checked_s
+
+
 def text(argument: str, value: object, limit: int) -> str:
     """Return `value` if it is a text that can be sent."""
     if not isinstance(value, str):

@@ -1,12 +1,9 @@
-"""The session of this process with a coordinator: requests and their answers.
+"""What workers ask of their coordinator: weights, room, ends. Requests themselves are `session`'s.
 
 Rules
-- The connection's lock orders the requests' ids and guards what is open. Nobody waits with it.
-- The reader thread never touches torch and runs no user code.
-- A request stays open until its final answer, even when nobody wants that any more; what then
-  arrives is given back by the reader.
-- A caller waits at its own request's inbox, with no lock, and may leave by any exception.
-- What was granted, `leases` looks after.
+- Nothing waits with a lock, but in the opening of the connection.
+- `build` runs in the thread that asked, which then fills the segment. A connection that is lost
+  meanwhile disturbs neither.
 
     Note on fork
     fact: a forked child has this object, but neither thread, and any lock may be held in it for
@@ -19,63 +16,47 @@ Rules
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gpu_worker.connection import CLOSED, Connection
-from gpu_worker.leases import Holder, Leases
+from gpu_worker.leases import Holder
 from gpu_worker.reentry import owned, refuse_reentry
-from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Reply, Request
+from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Request
+from gpu_worker.session import Session
 from gpu_worker.waits import refuse_fork, steps
 from shm_store import wire
-from shm_store.channel import close_all
 from shm_store.errors import (
     CallerError,
-    Draining,
     LoadTimeout,
     NoCoordinator,
     ProtocolViolation,
     ResourceError,
     WeightCacheError,
-    WorkerClosed,
 )
-from shm_store.keys import Key, LeaseId, RequestId
+from shm_store.keys import Key
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.source import open_source
 from shm_store.wire import (
     TIMEOUT_LIMIT_S,
     VERSION,
-    Abort,
     Acquire,
-    AnyMessage,
-    Bye,
     Cancel,
     Commit,
     Done,
-    Fail,
     Filling,
-    Flush,
-    Flushed,
-    Grant,
     Invalidate,
-    Report,
     Reserve,
     Resume,
-    Revoke,
     Space,
     Ticket,
-    decode,
-    to_session_decoder,
 )
 
 if TYPE_CHECKING:
@@ -95,30 +76,30 @@ SOURCE_NAME_LIMIT = 4096
 
 
 class Client:
-    """One session and its connection. Thread-safe.
+    """One session, as those see it who share it. Thread-safe.
 
     `workers` are those who share it and live; `registry` owns that set.
     """
 
-    def __init__(self, path: str, unused: Callable[[Client], object]) -> None:
+    def __init__(
+        self, path: str, unused: Callable[[Client], object], patience_s: float = 0.0
+    ) -> None:
         """Describe a session with the coordinator on `path`; `open` makes it.
 
         Args:
             unused: called, from either thread, whenever this may have become of no use.
+            patience_s: how long a call waits while no coordinator answers.
         """
         self.path = path
         self.pid = os.getpid()
         self.workers: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self._connection = Connection(path, self._take, self._lose)
-        self._lock = self._connection.lock
-        self.leases = Leases(self._connection, self.workers, functools.partial(unused, self))
+        self._session = Session(path, self.workers, functools.partial(unused, self), patience_s)
+        self._connection = self._session.connection
+        self._lock = self._session.lock
+        self.leases = self._session.leases
         self.keeper = self.leases.keeper
         self._opening = threading.RLock()
         self._opened = False
-        self._unused = unused
-        self._rids = itertools.count(1)
-        self._requests: dict[RequestId, Request] = {}
-        self._stopped = False
 
     # --- for workers ----------------------------------------------------------------------------
 
@@ -130,6 +111,7 @@ class Client:
 
         Raises:
             NoCoordinator: nobody answers.
+            CoordinatorLost: nobody answers any more, and this process has waited for that.
             PeerForbidden: this user may not use it.
             VersionMismatch: it speaks another version.
             FdsExhausted: this process has no fd left.
@@ -138,17 +120,25 @@ class Client:
         if owned(self._opening):
             refuse_reentry()
         with self._opening:
-            if self._opened or self.ended:
-                return False
-            self._open(name, device)
-            self._opened = True
-            return True
+            if not self._opened and not self.ended:
+                self._open(name, device)
+                self._opened = True
+                return True
+        if self._connection.away is not None:
+            try:
+                self._session.round_trip(TIMEOUT_LIMIT_S)
+            except WeightCacheError:
+                if not self.ended:
+                    raise
+        return False
 
     def _open(self, name: str, device: str) -> None:
+        self._session.hello = Resume(VERSION, name, device, token=os.urandom(16).hex())
         try:
-            self._connection.open(Resume(VERSION, name, device))
+            self._connection.open()
             self.leases.start()
-            self._round_trip(HANDSHAKE_TIMEOUT_S)
+            self._session.round_trip(HANDSHAKE_TIMEOUT_S)
+            self._connection.lasting = True
         except BaseException as error:
             self._connection.close(hurry=True)
             self.keeper.leave()
@@ -175,23 +165,32 @@ class Client:
         self.check_caller()
         self._refuse_recursion(ask.key)
         left_s = None if timeout_s is None else timeout_s + GRACE_S
-        request = Request(ask.key, timeout_s, left_s, progress)
+        request = Request(ask.key, timeout_s, left_s, self._session.patience_s, progress)
         try:
             self._let_go_first(request, ask.key)
             self._ask_for(request, ask)
             return self._follow(request, ask)
         except BaseException:
-            self._give_up(request)
+            self._session.give_up(request)
             raise
+        finally:
+            try:
+                self._session.put_away(request)
+            finally:
+                # In place: an exception from outside could come into a call.
+                fd, request.fd = request.fd, -1
+                if fd >= 0:
+                    os.close(fd)
 
     def prefetch(self, ask: Ask) -> None:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
         self.check_caller()
-        request = Request(ask.key, None, None, wanted=False, prefetch=True)
+        request = Request(ask.key, None, None, self._session.patience_s, kind="prefetch")
         try:
-            self._ask_for(request, ask, prefetch=True)
+            self._ask_for(request, ask)
         finally:
-            self._forget_unsent(request)
+            if not request.sent:
+                self._session.put_away(request)
 
     def charge(
         self, charge: Charge, key: Key, pool: str, size_bytes: int, timeout_s: float | None
@@ -210,41 +209,50 @@ class Client:
         self.check_caller()
         limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         left_s = None if timeout_s is None else timeout_s + GRACE_S
-        request = Request(key, timeout_s, left_s, kind="charge", charge=charge)
+        patience_s = self._session.patience_s
+        request = Request(key, timeout_s, left_s, patience_s, kind="charge", charge=charge)
         size_bytes = round_up(size_bytes, PAGE_BYTES)
+        charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
         try:
-            self._ask(request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s))
-            step = request.next()
+            self._session.ask(request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s))
+            step = self._session.next(request)
             if step is not charge:
                 raise ProtocolViolation(f"a CHARGE was answered with {step!r}")
         except BaseException:
-            self._give_up(request)
+            self._session.give_up(request)
             raise
 
     def invalidate(self, key: Key, timeout_s: float) -> bool:
         """Have what `key` is retired everywhere; say whether there was something.
 
+        It is asked again if the connection is lost, and that may find it done already.
+
         Raises:
             InvalidateIncomplete: some process has not said in time that it knows.
+            CoordinatorLost: nobody answers.
         """
         self.check_caller()
-        request = Request(key, timeout_s, timeout_s + GRACE_S, kind="invalidate")
+        left_s, patience_s = timeout_s + GRACE_S, self._session.patience_s
+        request = Request(key, timeout_s, left_s, patience_s, kind="invalidate")
         try:
-            self._ask(request, lambda rid: Invalidate(rid, key, timeout_s))
-            match request.next():
+            self._session.ask(request, lambda rid: Invalidate(rid, key, timeout_s))
+            match self._session.next(request):
                 case Done(_, keys):
                     return bool(keys)
                 case step:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
         finally:
-            self._forget_unsent(request)
+            self._session.put_away(request)
 
-    def flush(self, timeout_s: float) -> None:
+    def flush(self, timeout_s: float, *, patient: bool = True) -> None:
         """Wait until everything this process let go of has taken effect at the coordinator.
+
+        Args:
+            patient: wait for a coordinator, too, if none answers.
 
         Raises:
             ResourceError: it did not within `timeout_s`.
-            CoordinatorLost: there is no connection any more.
+            CoordinatorLost: nobody answers.
         """
         self.check_caller()
         started_s = time.monotonic()
@@ -257,7 +265,8 @@ class Client:
                     self.keeper.call_settled(functools.partial(done.put, None))
             if kept:
                 self._wait_for_keeper(done, timeout_s)
-            self._round_trip(max(0.0, timeout_s - (time.monotonic() - started_s)))
+            left_s = max(0.0, timeout_s - (time.monotonic() - started_s))
+            self._session.round_trip(left_s, patient=patient)
         except LoadTimeout:
             raise ResourceError(
                 f"what was let go of had not taken effect after {timeout_s:g} s",
@@ -281,17 +290,19 @@ class Client:
     @property
     def ended(self) -> bool:
         """Whether nothing can be asked through this any more."""
-        return self._connection.closing or self._connection.lost is not None
+        return self._session.over
 
     def close_if_unused(self) -> bool:
         """End the session if nothing of it is mapped or asked for, once everything is sent."""
         with self._lock:
-            for request in self._requests.values():
-                if request.prefetch:
+            for request in self._session.requests:
+                if request.kind == "prefetch" and request.wanted:
                     # Nobody is left to profit. Told once; the answer closes it.
-                    request.prefetch = False
+                    request.wanted = False
                     self._connection.post(Cancel(request.rid))
-            if self._requests or self.leases.any:
+            if not self._connection.connected:
+                self._session.requests.drop_unwanted()
+            if self._session.requests or self.leases.any:
                 return False
             self._connection.close()
         self.keeper.leave()
@@ -302,15 +313,15 @@ class Client:
 
         Daemon threads that wait are left to wait: woken now, they would only speak up on stderr.
         """
-        self._stopped = True
+        self._session.stopped = True
         self._connection.close(hurry=True)
         self.keeper.stop(EXIT_TIMEOUT_S)
         self._connection.join(EXIT_TIMEOUT_S)
 
     def forget_inherited(self) -> None:
         """In a forked child: close what belongs to the parent. Touches no lock."""
-        for request in list(self._requests.values()):
-            request.close_space()
+        for request in self._session.requests:
+            request.close()
         self._connection.forget_inherited()
 
     # --- asking ---------------------------------------------------------------------------------
@@ -333,39 +344,41 @@ class Client:
         if request.left_s is not None:
             request.left_s = max(0.0, request.left_s - (time.monotonic() - started_s))
 
-    def _ask_for(self, request: Request, ask: Ask, *, prefetch: bool = False) -> None:
+    def _ask_for(self, request: Request, ask: Ask) -> None:
         """Send an ACQUIRE, with the opened source if there is one."""
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
         if ask.source is None:
-            self._ask(request, lambda rid: Acquire(rid, ask.key, None, ask.version, timeout_s))
+            version = ask.version
+            self._session.ask(request, lambda rid: Acquire(rid, ask.key, None, version, timeout_s))
             return
         # The name is for people, and may be cut or escaped: the fd says which file is meant.
         name = os.fsencode(ask.source).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
-        fd = open_source(ask.source)
-        try:
-            self._ask(
-                request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s, prefetch), (fd,)
-            )
-        finally:
-            os.close(fd)
+        prefetch = request.kind == "prefetch"
+        request.fd = open_source(ask.source)
+        self._session.ask(request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s, prefetch))
 
     def _follow(self, request: Request, ask: Ask) -> Granted:
         """Do what the coordinator asks for until the weights are here."""
         plan: publish.Plan | None = None
         while True:
-            match request.next():
+            match self._session.next(request):
                 case Granted() as granted:
                     return dataclasses.replace(granted, left_s=request.left_s)
                 case Filling(_, done_bytes, total_bytes) if request.progress is not None:
                     request.progress(done_bytes, total_bytes)
                 case Ticket(_, gen) if ask.build is not None:
-                    plan = self._build(request, ask.build)
+                    if plan is None and request.gen == gen:
+                        plan = self._build(request, ask.build)
                     with self._lock:
-                        request.reserved = True
-                        self._connection.post(Reserve(gen, plan.size_bytes))
+                        # Else it has ended with its connection: the next answer says how it goes
+                        # on, and another ticket finds the plan made.
+                        if plan is not None and request.gen == gen:
+                            request.reserved = True
+                            self._connection.post(Reserve(gen, plan.size_bytes))
                 case Space(gen) if plan is not None:
                     self._fill(request, plan)
                     with self._lock:
+                        request.committed = True
                         self._connection.post(Commit(gen))
                 case step:
                     raise ProtocolViolation(f"an ACQUIRE was answered with {step!r}")
@@ -390,10 +403,7 @@ class Client:
     def _fill(self, request: Request, plan: publish.Plan) -> None:
         from gpu_worker import publish
 
-        try:
-            publish.fill(request.space_fd, plan)
-        finally:
-            request.close_space()
+        publish.fill(request.fd, plan)
 
     def _wait_for_keeper(self, done: queue.SimpleQueue[None], timeout_s: float) -> None:
         for step_s in steps(timeout_s, self.pid):
@@ -403,170 +413,10 @@ class Client:
                 continue
         raise LoadTimeout("the keeper is not through with its queue")
 
-    def _round_trip(self, timeout_s: float) -> None:
-        request = Request(None, timeout_s, timeout_s, kind="flush")
-        try:
-            self._ask(request, Flush)
-            request.next()
-        finally:
-            self._forget_unsent(request)
-
-    def _forget_unsent(self, request: Request) -> None:
-        """Close a request that an exception from outside kept from being sent: nobody answers."""
-        if not request.sent:
-            with self._lock:
-                self._requests.pop(request.rid, None)
-
-    def _ask(
-        self, request: Request, make: Callable[[RequestId], AnyMessage], fds: Sequence[int] = ()
-    ) -> None:
-        """Send a request under the next id. The fds stay the caller's."""
-        with self._lock:
-            lost = self._connection.lost
-            if self._connection.closing and lost is None:
-                # Its end is on the way; a lease granted behind that would be nobody's to release.
-                lost = WorkerClosed(CLOSED)
-            if lost is None:
-                request.rid = RequestId(next(self._rids))
-                self._requests[request.rid] = request
-                self._connection.post(make(request.rid), fds)
-                request.sent = True
-                return
-        if self._stopped and threading.current_thread().daemon:
-            threading.Event().wait()  # until the interpreter, which is ending, ends this thread
-        raise copy.copy(lost)
-
-    def _give_up(self, request: Request) -> None:
-        """Nobody waits any more. Before SPACE that is CANCEL, or ABORT of a ticket; then ABORT."""
-        if os.getpid() != self.pid:
-            return  # it is the parent's, which goes on with it
-        request.close_space()
-        with self._lock:
-            request.wanted = False
-            if not request.rid:
-                return
-            if not request.sent:
-                # It may have left or not, so its answer cannot be counted on.
-                self._requests.pop(request.rid, None)
-            elif request.rid not in self._requests and not request.space:
-                return
-            if request.gen is not None and (request.space or not request.reserved):
-                # Even after a refusal: a segment that could not be sealed waits for its ABORT.
-                self._connection.post(Abort(request.gen))
-            else:
-                self._connection.post(Cancel(request.rid))
-
     def _refuse_recursion(self, key: Key) -> None:
         """Refuse a `build` that asks for what it is building: it would wait for itself."""
         thread = threading.get_ident()
         with self._lock:
-            for request in self._requests.values():
+            for request in self._session.requests:
                 if request.builder == thread and request.key == key:
                     raise CallerError(f"the build= of {key!r} asks for {key!r} itself")
-
-    # --- the reader's ---------------------------------------------------------------------------
-
-    def _take(self, data: bytes, fds: list[int]) -> None:
-        """Act on one message. Takes over its fds."""
-        try:
-            message = decode(to_session_decoder, data)
-            charge = isinstance(message, Grant) and self._is(message.rid, "charge")
-            if len(fds) != (isinstance(message, Grant | Space) and not charge):
-                raise ProtocolViolation(f"{type(message).__name__} came with {len(fds)} fds")
-        except ProtocolViolation:
-            close_all(fds)
-            raise
-        match message:
-            case Grant() if charge:
-                self._take_charge(message)
-            case Grant():
-                self._take_grant(message, fds[0])
-            case Revoke():
-                self.leases.take_revoke(message)
-            case Space():
-                self._take_space(message, fds[0])
-            case Ticket(rid, gen):
-                with self._lock:
-                    request = self._requests.get(rid)
-                    if request is not None:
-                        request.gen = gen
-                        request.inbox.put(message)
-            case Filling(rid):
-                request = self._requests.get(rid)
-                if request is not None and request.progress is not None:
-                    request.inbox.put(message)
-            case Fail(0, cause):
-                self._connection.farewell = cause.error()
-            case Fail(rid, cause):
-                self._answer(rid, cause.error())
-            case Flushed(rid):
-                self._answer(rid, message)
-            case Done(rid) if self._is(rid, "invalidate"):
-                self._answer(rid, message)
-            case Bye():
-                self._connection.farewell = Draining(
-                    f"the coordinator on {self.path} has left",
-                    remedy="attach again once it runs again; mapped weights stay valid",
-                )
-            case Done() | Report():
-                raise ProtocolViolation(f"nobody asked for {type(message).__name__}")
-
-    def _take_grant(self, message: Grant, fd: int) -> None:
-        """Hand what was granted to who asked for it, or give it back."""
-        request = self._requests.get(message.rid)
-        wanted = request is not None and request.wanted
-        reply: Granted | WeightCacheError | None = None
-        try:
-            buffer = self.leases.take_grant(message.gen, LeaseId(message.rid), fd, wanted)
-            if buffer is not None:
-                reply = Granted(message.gen, buffer)
-        except WeightCacheError as error:
-            reply = error
-        self._answer(message.rid, reply)
-
-    def _take_charge(self, message: Grant) -> None:
-        with self._lock:
-            charge = self._requests[message.rid].charge
-            assert charge is not None
-            self.leases.take_charge(charge, message.gen, LeaseId(message.rid))
-        self._answer(message.rid, charge)
-
-    def _is(self, rid: RequestId, kind: str) -> bool:
-        request = self._requests.get(rid)
-        return request is not None and request.kind == kind
-
-    def _take_space(self, message: Space, fd: int) -> None:
-        """Hand the segment to its filler; with nobody there, give it back."""
-        with self._lock:
-            for request in self._requests.values():
-                if request.gen == message.gen and request.wanted:
-                    request.space, request.space_fd = True, fd
-                    request.inbox.put(message)
-                    return
-            os.close(fd)
-            self._connection.post(Abort(message.gen))
-
-    def _answer(self, rid: RequestId, reply: Reply | None) -> None:
-        """Close a request with its final answer, which nobody may want."""
-        with self._lock:
-            request = self._requests.pop(rid, None)
-        if request is not None and reply is not None:
-            request.inbox.put(reply)
-        if request is not None and request.prefetch and isinstance(reply, WeightCacheError):
-            said = functools.partial(
-                logger.warning, "weight-cache: %r was not prefetched: %s", request.key, reply
-            )
-            self.keeper.put(said)  # log handlers are other people's code
-        if not self.workers:
-            self._unused(self)
-
-    def _lose(self, error: WeightCacheError) -> None:
-        """The connection has ended: everyone who waits hears why."""
-        with self._lock:
-            requests, self._requests = list(self._requests.values()), {}
-        if self._stopped:
-            return
-        for request in requests:
-            request.inbox.put(error)
-        logger.info("the connection to %s has ended: %s", self.path, error.message)
-        self._unused(self)

@@ -1,6 +1,7 @@
 """The socket to the coordinator: frames go out without ever blocking, and come in by one thread.
 
-Knows no message's meaning. What arrives goes to `take`, in order; the end goes to `ended`, once.
+Knows no message's meaning: what arrives goes to its session, in order. A connection that is lost is
+made again by that thread, until the coordinator has said that it leaves, or refused the session.
 
     Note on a coordinator that does not read
     fact: a stopped process leaves its socket buffer full after a few hundred frames, and a blocking
@@ -20,17 +21,55 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
 from shm_store.channel import TOO_MANY_UNDER_WAY, Channel, close_all, connect, frames
-from shm_store.errors import ConnectionLost, FdsExhausted, WeightCacheError, WorkerClosed
+from shm_store.errors import (
+    ConnectionLost,
+    CoordinatorLost,
+    FdsExhausted,
+    ResourceError,
+    WeightCacheError,
+    WorkerClosed,
+)
 from shm_store.wire import AnyMessage, encode
 
 logger = logging.getLogger("gpu_worker")
 
 CLOSED = "the connection was closed: nothing used it any more"
+
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 1.0
+"""Between two attempts to connect."""
+
+OUTAGE_SHARE = 8
+"""A pause is this part of the outage so far: it makes no outage longer by more than that."""
+
+
+class Speaker(Protocol):
+    """Whose connection it is: the session. The reader thread calls all of it."""
+
+    def take(self, data: bytes, fds: list[int]) -> None:
+        """Take a message and its fds. A WeightCacheError that it raises ends the connection."""
+
+    def parted(self, fault: WeightCacheError | None) -> None:
+        """There is no connection for now. The lock is held.
+
+        Args:
+            fault: what failed here, if anything did. It would fail again.
+        """
+
+    def bear(self) -> float:
+        """Tell those who have waited too long for a coordinator; return when to look again."""
+
+    def state(self) -> None:
+        """Say who it is on a new connection, and all that it has. The lock is held."""
+
+    def ended(self, error: WeightCacheError) -> None:
+        """There is no connection any more. After this, nothing is taken or sent."""
 
 
 class Connection:
@@ -39,30 +78,31 @@ class Connection:
     `lock` orders what is sent; its owner may guard more with it. Nothing waits while it is held.
     """
 
-    def __init__(
-        self,
-        path: str,
-        take: Callable[[bytes, list[int]], None],
-        ended: Callable[[WeightCacheError], None],
-    ) -> None:
+    def __init__(self, path: str, speaker: Speaker, patience_s: float) -> None:
         """Describe a connection to `path`; `open` makes it.
 
         Args:
-            take: gets each message and its fds, which are then its own, in the reader thread. A
-                WeightCacheError that it raises ends the connection.
-            ended: told why there is no connection any more, in the reader thread; after that,
-                nothing is taken or sent.
+            patience_s: how long to look for a coordinator only to tell it that nothing is held.
         """
         self.path = path
         self.lock = threading.RLock()
         self.lost: WeightCacheError | None = None
         """Why there is no connection any more."""
+        self.away: WeightCacheError | None = None
+        """Why nobody answers at present: set with each loss, and until `settle`."""
+        self.away_since_s = 0.0
+        self.lasting = False
+        """It is made again once it is lost."""
         self.farewell: WeightCacheError | None = None
         """What the end of file will mean, if it has been said."""
         self.closing = False
+        self._closing_since_s = 0.0
         self._hurry = False
-        self._take = take
-        self._ended = ended
+        self._speaker = speaker
+        self._patience_s = patience_s
+        self._attempts = 0
+        """To connect, since nobody answers."""
+        self._broken: ConnectionLost | None = None
         self._channel: Channel | None = None
         self._wake = -1
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
@@ -73,8 +113,13 @@ class Connection:
         """Whether the calling thread is the reader. Ids of ended threads are used again."""
         return self._reader.ident == threading.get_ident() and self._reader.is_alive()
 
-    def open(self, first: AnyMessage) -> None:
-        """Connect, send `first`, and start to read.
+    @property
+    def connected(self) -> bool:
+        """Whether what is posted now can arrive."""
+        return self._channel is not None
+
+    def open(self) -> None:
+        """Connect, have the session introduce itself, and start to read.
 
         Raises:
             NoCoordinator, PeerForbidden, ArgumentRefused, PlatformUnsupported: as `connect`.
@@ -86,7 +131,7 @@ class Connection:
             with self.lock:
                 self._channel = channel
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self.post(first)
+                self._speaker.state()
         except OSError as error:
             raise FdsExhausted(f"no connection could be made: {error.strerror}") from error
         self._reader.start()
@@ -94,7 +139,8 @@ class Connection:
     def post(self, message: AnyMessage, fds: Sequence[int] = ()) -> None:
         """Send a message, or leave it to the reader. The lock is held; the fds stay the caller's.
 
-        Without a connection nothing is sent, and nobody is told here: the reader tells them.
+        Without a connection nothing is sent, and nobody is told here: the next one begins with all
+        that is so then.
 
         Raises:
             ArgumentRefused: the message cannot be encoded. Nothing was sent.
@@ -122,12 +168,19 @@ class Connection:
     def close(self, *, hurry: bool = False) -> None:
         """Have the reader end the connection when everything is sent; in a `hurry`, at once."""
         with self.lock:
-            self.closing = True
+            if not self.closing:
+                self.closing, self._closing_since_s = True, time.monotonic()
             self._hurry = self._hurry or hurry
             self._alert()
             unread = self._reader.ident is None and self.lost is None
         if unread:
             self._lose(WorkerClosed("the connection was given up before it was made"))
+
+    def settle(self) -> None:
+        """Somebody answers: an outage, if there was one, is over."""
+        with self.lock:
+            self.away = None
+            self._attempts = 0
 
     def join(self, timeout_s: float) -> None:
         """Wait for the reader to end."""
@@ -136,8 +189,9 @@ class Connection:
 
     def forget_inherited(self) -> None:
         """In a forked child: close the parent's fds. Touches no lock, sends and ends nothing."""
-        if self._channel is not None and self.lost is None:
-            self._channel.close()
+        if self.lost is None:
+            if self._channel is not None:
+                self._channel.close()
             if self._wake >= 0:
                 os.close(self._wake)
             for _, carried in self._outbox:
@@ -150,31 +204,57 @@ class Connection:
 
     def _break(self, channel: Channel, error: ConnectionLost) -> None:
         """A frame is lost, so the connection is. The reader still takes what had come before."""
-        if self.farewell is None:
-            self.farewell = error
+        self._broken = self._broken or error
         try:
             channel.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer has done so already
 
     def _read(self) -> None:
-        if self.lost is not None:
-            return  # given up, by an exception from outside, while this thread started
-        assert self._channel is not None
+        """Listen, and come back after each loss, until it is final."""
+        error = self.lost  # given up, by an exception from outside, while this thread started
         try:
-            self._listen(self._channel)
-        except WeightCacheError as error:
-            self._lose(error)
-        except BaseException as error:  # a reader that ends unnoticed would leave everyone waiting
-            logger.error("the reader of %s failed", self.path, exc_info=error)
-            self._lose(ConnectionLost(f"the reader failed: {error!r}"))
+            while error is None:
+                error = self._listen() or self._come_back()
+        except BaseException as bug:  # a reader that ends unnoticed would leave everyone waiting
+            error = self._failed(bug)
+        self._lose(error)
 
-    def _listen(self, channel: Channel) -> NoReturn:
+    def _listen(self) -> WeightCacheError | None:
+        """Take what comes until the connection is over; return why, if that is final."""
+        channel, fault = self._channel, False
+        assert channel is not None
+        try:
+            self._exchange(channel)
+        except ConnectionLost as lost:
+            error: WeightCacheError = self.farewell or self._broken or lost
+        except WeightCacheError as refused:
+            error, fault = refused, True
+        except BaseException as bug:
+            error, fault = self._failed(bug), True
+        # To come back would not change what the coordinator has said, but for want of something.
+        told = error is self.farewell and not isinstance(error, ResourceError)
+        if told or self._hurry or not self.lasting or isinstance(error, WorkerClosed):
+            return error
+        with self.lock:
+            self._hang_up()
+            if self.away is None:
+                self.away_since_s = time.monotonic()
+                logger.info("the connection to %s was lost: %s", self.path, error.message)
+            self.away = error
+            self._speaker.parted(error if fault else None)
+        return None
+
+    def _failed(self, bug: BaseException) -> ConnectionLost:
+        logger.error("the reader of %s failed", self.path, exc_info=bug)
+        return ConnectionLost(f"the reader failed: {bug!r}")
+
+    def _exchange(self, channel: Channel) -> NoReturn:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while True:
             poller.register(channel, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-            for fd, _ in poller.poll():
+            for fd, _ in poller.poll(None if self.away is None else 1000 * self._speaker.bear()):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
             if self._outbox:
@@ -186,9 +266,64 @@ class Connection:
             except BlockingIOError:
                 continue
             if received is None:
-                raise self.farewell or ConnectionLost(f"the coordinator on {self.path} went away")
-            self._take(*received)
+                raise ConnectionLost(f"the coordinator on {self.path} went away")
+            self._speaker.take(*received)
             del received
+
+    def _come_back(self) -> WeightCacheError | None:
+        """Connect again, however long that takes; return why not, if there is no use in it."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        next_s = time.monotonic() + (self._pause_s() if self._attempts else 0.0)
+        while True:
+            look_s = self._speaker.bear()
+            if self._hurry or self._has_closed():
+                return WorkerClosed(CLOSED)
+            left_s = next_s - time.monotonic()
+            if left_s > 0:
+                # Rounded up, or the rest of a millisecond would be spent in a circle.
+                if poller.poll(1000 * min(left_s, look_s) + 1):
+                    os.eventfd_read(self._wake)
+                continue
+            self._attempts += 1
+            try:
+                self._reconnect()
+                return None
+            except (CoordinatorLost, ResourceError) as error:
+                with self.lock:
+                    self._hang_up()
+                    self.away = error
+            except WeightCacheError as error:
+                return error
+            next_s = time.monotonic() + self._pause_s()
+
+    def _reconnect(self) -> None:
+        try:
+            channel = connect(self.path, blocking=False)
+        except OSError as error:
+            raise FdsExhausted(f"no connection could be made: {error.strerror}") from error
+        with self.lock:
+            self._channel = channel
+            self._speaker.state()
+
+    def _pause_s(self) -> float:
+        outage_s = time.monotonic() - self.away_since_s
+        return min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, outage_s / OUTAGE_SHARE))
+
+    def _has_closed(self) -> bool:
+        """Say whether nobody needs it, and nobody was there for long enough to be told so."""
+        waited_s = time.monotonic() - self._closing_since_s
+        return self.closing and self._attempts > 0 and waited_s >= self._patience_s
+
+    def _hang_up(self) -> None:
+        """Drop the channel, and what was said about it. The lock is held."""
+        self._drop_outbox()
+        if self._channel is not None:
+            # A forked child may have the socket open, too, so closing would not end it.
+            self._break(self._channel, ConnectionLost("closed"))
+            self._channel.close()
+            self._channel = None
+        self.farewell = self._broken = None
 
     def _send_outbox(self, channel: Channel) -> None:
         with self.lock:
@@ -217,14 +352,10 @@ class Connection:
             if self.lost is not None:
                 return
             self.lost = error
-            self._drop_outbox()
-            if self._channel is not None:
-                # A forked child may have the socket open, too, so closing would not end it.
-                self._break(self._channel, ConnectionLost("closed"))
-                self._channel.close()
+            self._hang_up()
             if self._wake >= 0:
                 os.close(self._wake)
-        self._ended(error)
+        self._speaker.ended(error)
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:

@@ -12,10 +12,11 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ from gpu_worker.request import Charge
 from shm_store import wire
 from shm_store.errors import WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId
-from shm_store.wire import Ack, Release, Revoke
+from shm_store.wire import Ack, HeldCharge, HeldMap, Release, Revoke
 
 if TYPE_CHECKING:
     from gpu_worker.connection import Connection
@@ -127,6 +128,16 @@ class Leases:
             self._connection.post(Release(gen, lease))
 
     # --- the reader's ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[list[tuple[HeldMap | HeldCharge, tuple[int, ...]]]]:
+        """Give all of it, each with its segment, which is open in the block. The lock is held."""
+        assert self._mappings is not None
+        with self._mappings.held() as maps:
+            yield [
+                *((held, (fd,)) for held, fd in maps),
+                *((_stated(charge), ()) for charge in self._charges.values()),
+            ]
 
     def take_grant(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
         """Map what was granted, or give it back. Consumes `fd`, also when it raises.
@@ -279,3 +290,7 @@ class Leases:
         if not held.collected and self._held(held.gen) is held:
             held.collected = True
             gc.collect()
+
+
+def _stated(charge: Charge) -> HeldCharge:
+    return HeldCharge(charge.gen, charge.lease, charge.pool, charge.key, charge.size_bytes)

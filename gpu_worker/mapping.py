@@ -7,6 +7,8 @@ Rules:
 - A map is private and writable: an edit in place stays in this process, as copied pages.
 - A map ends in one order: the last tensor dies, its finalizer *enqueues* the mapping, the keeper
   thread unmaps it, and only then may its lease be released, with the id read then.
+- One fd is kept for each map, as long as it is there: a coordinator that was started anew gets the
+  segment from those who have it.
 
 `MappingTable` is used by a reader thread that must never run torch, so nothing here knows torch:
 tensors over a map are made in `tensors`.
@@ -37,7 +39,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -53,6 +55,7 @@ from shm_store.errors import (
 from shm_store.keys import GenerationId, Key, LeaseId
 from shm_store.layout import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from shm_store.manifest import Manifest
+from shm_store.wire import HeldMap
 
 UNMAP_STEP_BYTES = 64 * 1024 * 1024
 """One munmap of 2 GB stalls the process's other threads for 100 ms; this much, for about 3 ms."""
@@ -110,6 +113,7 @@ class Mapping:
         "asked",
         "buffer",
         "collected",
+        "fd",
         "gen",
         "handed_out",
         "key",
@@ -126,10 +130,12 @@ class Mapping:
         lease: LeaseId,
         buffer: Buffer,
         ended: SimpleQueue[Mapping],
+        fd: int,
     ) -> None:
         """Describe the map that `buffer` is made over, without keeping it alive.
 
-        Whoever makes it keeps it for as long as `buffer` lives; then it goes into `ended`.
+        Whoever makes it keeps it for as long as `buffer` lives; then it goes into `ended`. `fd` is
+        the segment's, and is the mapping's from now on.
         """
         self.gen = gen
         self.key = key
@@ -147,6 +153,8 @@ class Mapping:
         """To those of them whose end is to be told."""
         self.address = ctypes.addressof(buffer)
         self.size_bytes = len(buffer)
+        self.fd = fd
+        """-1 once it is unmapped."""
         # `put` ignores its second argument, which is the reference here.
         self.buffer = weakref.ref(buffer, functools.partial(ended.put, self))
 
@@ -179,7 +187,7 @@ class MappingTable:
     def granted(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
         """Take note of a grant, and return the bytes it is for. Call it in the order of frames.
 
-        Consumes `fd`, also when it raises. Never touches torch.
+        Consumes `fd`, also when it raises: a new map keeps it. Never touches torch.
 
         Args:
             lease: the grant's request id.
@@ -197,6 +205,7 @@ class MappingTable:
             In both cases the caller releases `lease`, unless it is `pending`.
         """
         mapping: Mapping | None = None
+        kept = False
         try:
             with self._lock:
                 mapping = self._mappings.get(gen)
@@ -207,8 +216,9 @@ class MappingTable:
                 # A mapping whose tensors are gone but whose bytes are still mapped: the lease must
                 # outlive them. A new mapping is unmapped, and so released, after the old one.
                 if wanted or mapping is not None:
-                    return self._map(gen, lease, fd)
-                return None
+                    buffer = self._map(gen, lease, fd)
+                    kept = True
+                return buffer
         except WeightCacheError:
             if mapping is None:
                 raise
@@ -216,7 +226,8 @@ class MappingTable:
             mapping.lease = lease
             raise
         finally:
-            os.close(fd)
+            if not kept:
+                os.close(fd)
 
     def pending(self, gen: GenerationId, lease: LeaseId) -> bool:
         """Say whether the end of a map that is still there will release `lease`."""
@@ -275,6 +286,16 @@ class MappingTable:
                 for mapping in self._mappings.values()
             )
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[list[tuple[HeldMap, int]]]:
+        """Give every generation whose bytes are mapped, and its fd, which is open in the block."""
+        with self._lock:
+            yield [
+                (HeldMap(mapping.gen, mapping.lease, mapping.asked == "stale"), mapping.fd)
+                for mapping in self._mappings.values()
+                if mapping.fd >= 0
+            ]
+
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.
 
@@ -287,6 +308,9 @@ class MappingTable:
         end = mapping.address + round_up(mapping.size_bytes, PAGE_BYTES)
         for start in range(mapping.address, end, UNMAP_STEP_BYTES):
             _unmap(start, min(UNMAP_STEP_BYTES, end - start))
+        with self._lock:
+            fd, mapping.fd = mapping.fd, -1
+        os.close(fd)  # before the RELEASE, or the memory would stay when the books call it free
 
     def forget(self, mapping: Mapping) -> LeaseId:
         """Count a mapping that was unmapped no longer, and return the lease to release for it.
@@ -311,7 +335,7 @@ class MappingTable:
                 f"the segment granted as generation {gen} says it is {preamble.gen}"
             )
         buffer = map_segment(fd, size_bytes)
-        mapping = Mapping(gen, preamble.key, lease, buffer, self._ended)
+        mapping = Mapping(gen, preamble.key, lease, buffer, self._ended, fd)
         self._mappings[gen] = mapping
         self._count += 1
         return mapping.hand_out(buffer)

@@ -94,12 +94,19 @@ class RecordTable:
     """
 
     def __init__(
-        self, path: str, name: str, device: str, callbacks: Callbacks, idle_s: float | None
+        self,
+        path: str,
+        name: str,
+        device: str,
+        callbacks: Callbacks,
+        idle_s: float | None,
+        patience_s: float,
     ) -> None:
         """Share the connection to the coordinator on `path`.
 
         Args:
             idle_s: evict what was unused for so long. None keeps it.
+            patience_s: how long calls wait while no coordinator answers.
         """
         self._lock = threading.RLock()
         self._records: Records[Loaded] = Records()
@@ -109,7 +116,7 @@ class RecordTable:
         self._callbacks = callbacks
         self._idle_s = idle_s
         # Last: from here on the coordinator's requests arrive.
-        self.client: Client = registry.share(path, name, device, self)
+        self.client: Client = registry.share(path, name, device, self, patience_s)
         if idle_s is not None:
             self.client.keeper.put_at(time.monotonic() + idle_s, _expiring(self))
 

@@ -22,10 +22,11 @@ _clients: dict[str, Client] = {}
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def share(path: str, name: str, device: str, worker: Holder) -> Client:
+def share(path: str, name: str, device: str, worker: Holder, patience_s: float = 0.0) -> Client:
     """Return the connection to the coordinator on `path`, made by the first who asks.
 
-    `worker` shares it until it leaves or is gone, by whatever exception.
+    `worker` shares it until it leaves or is gone, by whatever exception. What it is made with, name
+    and `patience_s`, are the first's.
 
     Raises:
         WeightCacheError: as `Client.open`.
@@ -35,7 +36,7 @@ def share(path: str, name: str, device: str, worker: Holder) -> Client:
         with _registry:
             client = _clients.get(place)
             if client is None or client.ended:
-                client = _clients[place] = Client(path, _close_if_unused)
+                client = _clients[place] = Client(path, _close_if_unused, patience_s)
                 _alive.add(client)
             # In this order: of the callbacks of weak references, the newest is called first.
             _look_after(worker, client)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from gpu_worker.records import Asked
 from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
-from shm_store.keys import GenerationId, Key, LeaseId, RequestId
-from shm_store.wire import Done, Filling, Flushed, Space, Ticket
+from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId
+from shm_store.wire import AnyMessage, Done, Filling, Flushed, Space, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ class Granted:
     left_s: float | None = None
 
 
+_NO_KEY = Key("")
 _NONE = GenerationId("")
 _NOT_YET = LeaseId(0)
 
@@ -62,12 +63,16 @@ class Charge:
     """Private memory that the coordinator counts. Made before it is asked for, by who frees it.
 
     Attributes:
+        key, pool, size_bytes: what it was asked for as.
         gen, lease: what the coordinator calls it, once it was granted.
         asked: what the coordinator has asked of it since; `letting_go` while that is being done.
         collected: garbage was, because of that.
         over: its memory is free, or was never needed.
     """
 
+    key: Key = _NO_KEY
+    pool: str = ""
+    size_bytes: int = 0
     gen: GenerationId = _NONE
     lease: LeaseId = _NOT_YET
     asked: Asked = ""
@@ -82,29 +87,38 @@ class Request:
 
     Attributes:
         timeout_s: how long its asker waits in all, and `left_s` from now on; None is for ever.
-        rid: 0 until it has an id; `sent` once it is on its way.
-        gen: the generation to build, once a ticket came.
-        space: SPACE came; `space_fd` is its segment until that is filled.
+        patience_s: how long while no coordinator answers; `waits_since_s` is when it began to.
+        rid: 0 until it has an id, and another one on each connection; `sent` once it is on its way.
+        wanted: it was not given up.
+        say: makes the message that asks for it, by its id.
+        fd: the opened source, to be asked for again: by then its path may lead elsewhere. Or the
+            segment to fill. Once it is not `wanted`, its asker closes it.
+        gen, fingerprint: the generation to build, once a ticket came; `reserved` after RESERVE.
+        space: SPACE came. After COMMIT it is `committed`.
         builder: the thread that runs the asker's `build`.
-        prefetch: nobody waits for it, and its grant goes back at once.
-        kind: what it is; the grant of a charge has no segment, and goes to `charge`.
+        kind: what it is. Nobody waits for a prefetch, and its grant goes back at once; the grant of
+            a charge has no segment, and goes to `charge`.
     """
 
     key: Key | None
     timeout_s: float | None
     left_s: float | None
+    patience_s: float = 0.0
     progress: Progress | None = None
+    waits_since_s: float | None = None
     inbox: queue.SimpleQueue[Reply] = field(default_factory=queue.SimpleQueue)
     rid: RequestId = RequestId(0)
     sent: bool = False
     wanted: bool = True
+    say: Callable[[RequestId], AnyMessage] | None = None
+    fd: int = -1
     gen: GenerationId | None = None
+    fingerprint: Fingerprint = Fingerprint("")
     reserved: bool = False
     space: bool = False
-    space_fd: int = -1
+    committed: bool = False
     builder: int | None = None
-    prefetch: bool = False
-    kind: Literal["acquire", "charge", "invalidate", "flush"] = "acquire"
+    kind: Literal["acquire", "prefetch", "charge", "invalidate", "flush"] = "acquire"
     charge: Charge | None = None
     pid: int = field(default_factory=os.getpid)
 
@@ -115,7 +129,7 @@ class Request:
             LoadTimeout: the time is up, and nothing has come.
             ForkedProcess: this is a forked child, where nothing will come.
         """
-        started_s = time.monotonic()
+        self.waits_since_s = started_s = time.monotonic()
         for step_s in steps(self.left_s, self.pid):
             try:
                 reply = self.inbox.get(timeout=step_s)
@@ -127,6 +141,7 @@ class Request:
                 f"{self.key!r} was not ready after {self.timeout_s:g} s, and the coordinator has "
                 "not said why"
             )
+        self.waits_since_s = None
         if self.left_s is not None:
             self.left_s = max(0.0, self.left_s - (time.monotonic() - started_s))
         if isinstance(reply, WeightCacheError):
@@ -134,9 +149,9 @@ class Request:
             raise copy.copy(reply)
         return reply
 
-    def close_space(self) -> None:
-        """Close the segment to fill, if it is here."""
-        fd, self.space_fd = self.space_fd, -1
+    def close(self) -> None:
+        """Close its fd, if it has one."""
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -42,6 +42,8 @@ logger = logging.getLogger("gpu_worker")
 
 DEVICES = ("cpu",)
 
+PATIENCE_S = 30.0
+
 
 def attach(
     socket: str | os.PathLike[str] | None = None,
@@ -49,6 +51,7 @@ def attach(
     name: str | None = None,
     *,
     idle_timeout: float | None = None,
+    patience: float = PATIENCE_S,
     on_evict: Callable[[str, str, str], object] | None = None,
     on_hit: Callable[[str, str], object] | None = None,
     on_miss: Callable[[str], object] | None = None,
@@ -65,6 +68,9 @@ def attach(
             program's name.
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
             until it is evicted, replaced, or the coordinator needs its room.
+        patience: seconds that a call waits while no coordinator answers, before it raises
+            CoordinatorLost: one that died and is started again is not noticed. Modules and tensors
+            that are loaded need none. As with `name`, the first to attach decides.
         on_evict: called as `on_evict(key, generation, cause)` once for every module that is gone
             from this worker. `cause` is an `EvictCause`:
             "evicted": by `Worker.evict`;
@@ -85,6 +91,7 @@ def attach(
         ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
             none.
         NoCoordinator: nobody answers on the socket.
+        CoordinatorLost: this process is attached already, and nobody answers any more.
         PeerForbidden: this user may not use that coordinator.
         VersionMismatch: it speaks another version.
         PlatformUnsupported: not Linux.
@@ -106,7 +113,8 @@ def attach(
         arguments.callback("on_miss", on_miss),
     )
     idle_s = arguments.timeout_s(idle_timeout, "idle_timeout")
-    return Worker(socket_path(socket), name, str(device), callbacks, idle_s)
+    patience_s = arguments.patience_s(patience)
+    return Worker(socket_path(socket), name, str(device), callbacks, idle_s, patience_s)
 
 
 class Worker:
@@ -123,9 +131,10 @@ class Worker:
         device: str,
         callbacks: Callbacks = Callbacks(),  # noqa: B008 (frozen)
         idle_s: float | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Share the connection to the coordinator on `path`."""
-        self._table = RecordTable(path, name, device, callbacks, idle_s)
+        self._table = RecordTable(path, name, device, callbacks, idle_s, patience_s)
         self._client = self._table.client
 
     # --- weights --------------------------------------------------------------------------------
@@ -339,7 +348,7 @@ class Worker:
 
         Raises:
             ResourceError: it has not within `timeout` seconds.
-            CoordinatorLost: the connection is gone.
+            CoordinatorLost: nobody answers.
             WorkerClosed: it was closed, after `shutdown`.
         """
         timeout_s = arguments.timeout_s(timeout)
@@ -361,7 +370,8 @@ class Worker:
         self._table.close()
         # Each time: what was dropped since is garbage in the keeper's queue, and not held.
         try:
-            self._client.flush(TIMEOUT_LIMIT_S if timeout_s is None else timeout_s)
+            limit_s = TIMEOUT_LIMIT_S if timeout_s is None else timeout_s
+            self._client.flush(limit_s, patient=False)
         except (CoordinatorLost, ResourceError, WorkerClosed) as error:
             logger.info("shut down without the coordinator's word: %s", error)
         registry.leave(self._client, self._table)

@@ -250,11 +250,14 @@ def frames(message: bytes, fds: Sequence[int] = ()) -> Iterable[tuple[bytes, Seq
         yield (_MORE if end < len(message) else _LAST) + message[start:end], () if start else fds
 
 
-def connect(path: str) -> Channel:
+def connect(path: str, *, blocking: bool = True) -> Channel:
     """Return a channel to the coordinator that listens on `path`.
 
+    Args:
+        blocking: wait for a place where too many others wait to be accepted; the channel blocks.
+
     Raises:
-        NoCoordinator: no such socket, or nothing listens on it.
+        NoCoordinator: no such socket, or nothing listens on it; or one would have to wait.
         PeerForbidden: this user may not use it.
         ArgumentRefused: the path is too long for a socket.
         PlatformUnsupported: not Linux.
@@ -262,6 +265,7 @@ def connect(path: str) -> Channel:
     _require_platform()
     _check_path(path)
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connecting.setblocking(blocking)
     try:
         connecting.connect(path)
     except PermissionError as error:

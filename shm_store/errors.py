@@ -371,7 +371,7 @@ class ConnectionLost(CoordinatorLost):
     """The coordinator went away. What this process has mapped stays valid."""
 
     code = "connection_lost"
-    default_remedy = "attach again once a coordinator runs; mapped weights stay valid"
+    default_remedy = "try again once a coordinator runs; mapped weights stay valid"
 
 
 class Draining(CoordinatorLost):

@@ -49,7 +49,8 @@ def resumed(turn: Turn, event: Resumed) -> None:
     session = ledger.sessions[event.session]
     session.connected, session.silent = True, False
     session.name, session.device = event.name, event.device
-    stated = {offer.gen for offer in event.maps} | {held.gen for held in event.charges}
+    stated = {offer.gen for offer in event.maps + event.fills}
+    stated |= {held.gen for held in event.charges}
     for gen in [gen for gen in session.leases if gen not in stated]:
         turn.end_lease(session.id, ledger.generations[gen])
     fills = {offer.gen for offer in event.fills}

@@ -253,6 +253,24 @@ class TestFills:
         resume(world, 1, fills=(offer(1, lease=50),))
         assert world.answer(1, 50) == Grant(50, f"{OLD}1")
 
+    def test_what_its_session_leases_already_is_not_let_go_of_in_between(self):
+        """Another thread of it had its grant; the filler's was lost with the connection."""
+        world = World()
+        world.attach(1, 2)
+        rid = world.build(1, "a")
+        gen = world.ticket(1, rid)
+        world.build(1, "a")
+        world.begin_fill(gen, session=1)
+        world.build(2, "a", version="newer")  # dooms it
+        world.commit(gen, session=1)
+        world.sealed(gen)
+        assert world.state(gen) is State.RETIRED and 1 in world.leases(gen)
+        world.disconnect(1)
+        resume(world, 1, fills=(Offer(gen, 50, "a", "build:", 100),))
+        assert world.state(gen) is State.RETIRED
+        assert world.leases(gen) == {1: 50}
+        assert world.answer(1, 50) == Grant(50, gen)
+
     def test_a_peers_map_proves_that_it_was_committed(self):
         world = recovered(sessions=(1, 2))
         resume(world, 1, fills=(self.fill(),))

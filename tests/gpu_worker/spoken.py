@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -13,20 +14,23 @@ from gpu_worker import registry
 from gpu_worker.client import Client
 from gpu_worker.request import Ask
 from shm_store import channel, segment
-from shm_store.errors import WeightCacheError
+from shm_store.errors import CoordinatorLost, WeightCacheError
 from shm_store.keys import Fingerprint, GenerationId, Key, RequestId
 from shm_store.wire import (
+    Bye,
     Cause,
     Fail,
     Flush,
     Flushed,
     Grant,
+    Held,
     Reserve,
     Resume,
     Space,
     Ticket,
     decode,
     encode,
+    held_decoder,
     resume_decoder,
     session_decoder,
 )
@@ -37,7 +41,16 @@ KEY = Key("tests/weights")
 
 
 class Sharer:
-    """Shares a connection, as a worker does."""
+    """Shares a connection, as a worker does that keeps nothing."""
+
+    def look(self, gen: GenerationId) -> None:
+        return None
+
+    def make_room(self, gen: GenerationId) -> None:
+        pass
+
+    def retire(self, gen: GenerationId) -> None:
+        pass
 
 
 class SpokenCoordinator:
@@ -57,6 +70,7 @@ class SpokenCoordinator:
         self.sharers: list[Sharer] = []
         self.peers: list[channel.Channel] = []
         self.fds: list[int] = []
+        self.told_fds: dict[object, list[int]] = {}
 
     def close(self) -> None:
         for client in self.clients:
@@ -64,6 +78,8 @@ class SpokenCoordinator:
         for peer in self.peers:
             peer.close()
         channel.close_all(self.fds)
+        for fds in self.told_fds.values():
+            channel.close_all(fds)
         self.listener.close()
         self.threads.shutdown()
 
@@ -88,19 +104,59 @@ class SpokenCoordinator:
         assert received is not None
         return decode(resume_decoder, received[0])
 
-    def share(self, path: str = "") -> Client:
+    def come_back(self) -> tuple[Resume, list[Held], list]:
+        """Take the next connection and answer its handshake.
+
+        Returns:
+            Its RESUME, what it states, and what it says then, up to the FLUSH behind that. The fds
+            that came with each are in `told_fds`, until the end.
+        """
+        resume = self.accept()
+        held = [self._told(held_decoder) for _ in range(resume.held)]
+        asked: list = []
+        while not isinstance(message := self._told(session_decoder), Flush):
+            asked.append(message)
+        self.send(Flushed(message.rid))
+        return resume, held, asked
+
+    def _told(self, decoder):
+        received = self.peer.receive()
+        assert received is not None
+        message = decode(decoder, received[0])
+        if received[1]:
+            self.told_fds[message] = received[1]
+        return message
+
+    def die(self, client: Client) -> None:
+        """End without a word, and return once `client` knows. Nobody listens any more."""
+        self.listener.close()
+        os.unlink(self.path)
+        self.peer.close()
+        with contextlib.suppress(CoordinatorLost):
+            client.flush(WAIT_S, patient=False)
+
+    def rise(self) -> None:
+        """Listen again."""
+        self.listener = channel.listen(self.path)
+
+    def leave_for_good(self) -> None:
+        """Say BYE, and end the connection."""
+        self.send(Bye())
+        self.peer.close()
+
+    def share(self, path: str = "", patience_s: float = 0.0) -> Client:
         """Share the connection, until `leave`."""
         sharer = Sharer()
         self.sharers.append(sharer)
-        return registry.share(path or self.path, "test", "cpu", sharer)
+        return registry.share(path or self.path, "test", "cpu", sharer, patience_s)
 
     def leave(self, client: Client) -> None:
         """End one share."""
         registry.leave(client, self.sharers.pop())
 
-    def attach(self) -> Client:
+    def attach(self, patience_s: float = 0.0) -> Client:
         """Attach this process and answer its handshake."""
-        attaching = self.call(self.share)
+        attaching = self.call(self.share, "", patience_s)
         self.accept()
         self.answer_flush()
         self.clients.append(attaching.result(WAIT_S))

@@ -19,6 +19,13 @@ def build():
     raise AssertionError("it must not run")
 
 
+@pytest.mark.parametrize("patience", [None, "30", -1.0, math.nan, math.inf, True])
+def test_a_patience_that_is_no_time_is_refused(patience):
+    with pytest.raises(ArgumentRefused, match="patience="):
+        arguments.patience_s(patience)
+    assert arguments.patience_s(0) == 0.0
+
+
 class TestAsked:
     def test_a_source_is_known_by_its_absolute_path(self, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)

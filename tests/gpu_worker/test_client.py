@@ -266,7 +266,7 @@ class TestProgress:
 
 class TestBuild:
     def test_the_ticket_holder_builds_fills_and_commits(self, coordinator, client):
-        """In the calling thread; what was built is gone, and its segment closed, at COMMIT."""
+        """In the calling thread; what was built is gone at COMMIT, its segment with the answer."""
         weights = {"w": torch.arange(1000.0)}
         alive = weakref.ref(weights["w"])
         threads = []
@@ -282,11 +282,11 @@ class TestBuild:
         mine = coordinator.send_space(reserve)
         assert coordinator.receive() == Commit(coordinator.gen)
         assert alive() is None
-        assert len(segments_open(coordinator)) == 1, "only the test's own is open"
         segment.seal(mine, Preamble(coordinator.gen, KEY, Fingerprint("test")))
         coordinator.send(Grant(rid, coordinator.gen), mine)
         state = tensors(asking.result(WAIT_S).buffer)
         assert torch.equal(state["w"], torch.arange(1000.0))
+        assert len(segments_open(coordinator)) == 1, "that of the map"
         assert threads and threads[0] != threading.get_ident()
 
     def test_what_it_raises_returns_the_ticket_and_comes_out_unchanged(self, coordinator, asked):

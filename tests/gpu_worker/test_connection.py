@@ -26,7 +26,7 @@ from shm_store.errors import (
     WorkerClosed,
 )
 from shm_store.keys import GenerationId, LeaseId, RequestId
-from shm_store.wire import VERSION, Bye, Cause, Done, Fail, Flush, Flushed, Grant, Release, encode
+from shm_store.wire import VERSION, Cause, Done, Fail, Flush, Flushed, Grant, Release, encode
 from tests.gpu_worker.sealed import maps_of
 from tests.gpu_worker.spoken import KEY, WAIT_S, Sharer, built, fds_of, segments_open
 
@@ -49,8 +49,8 @@ class TestEnd:
         """As when Ctrl-C comes while the reader starts: caller and reader both end it."""
         connection = client._connection
         before = set(os.listdir("/proc/self/fd"))
-        coordinator.peer.close()
-        with pytest.raises(ConnectionLost):
+        coordinator.leave_for_good()
+        with pytest.raises(Draining):
             client.flush(WAIT_S)
         connection.join(WAIT_S)
         freed = len(before - set(os.listdir("/proc/self/fd")))
@@ -70,8 +70,8 @@ class TestEnd:
         with pytest.raises(LoadTimeout):
             client.acquire(Ask(KEY, str(path), None), 0.0, None)
         assert len(fds_of(str(path))) == 1
-        coordinator.peer.close()
-        with pytest.raises(ConnectionLost):
+        coordinator.leave_for_good()
+        with pytest.raises(Draining):
             client.flush(WAIT_S)
         client._connection.join(WAIT_S)
         assert fds_of(str(path)) == []
@@ -90,10 +90,10 @@ class TestEnd:
 
     def test_after_bye_it_is_a_drain(self, coordinator, client, asked):
         asking, _ = asked()
-        coordinator.send(Bye())
-        coordinator.peer.close()
+        coordinator.leave_for_good()
         with pytest.raises(Draining):
             asking.result(WAIT_S)
+        assert not coordinator.connecting()
 
     def test_a_refusal_of_the_connection_reaches_everyone_as_it_is(self, coordinator, asked):
         asking, _ = asked()
@@ -136,14 +136,14 @@ class TestEnd:
         with pytest.raises(ProtocolViolation):
             asking.result(WAIT_S)
         assert coordinator.receive() is None
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ConnectionLost, match="cannot be reached: "):
             client.flush(WAIT_S)
 
     def test_fds_that_belong_to_no_frame_are_closed(self, coordinator, client):
         fd = segment.create(coordinator.gen)
         coordinator.send(Flushed(RequestId(9)), fd)
         assert coordinator.receive() is None
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ConnectionLost, match="came with 1 fds"):
             client.flush(WAIT_S)
         assert segments_open(coordinator) == []
 
@@ -269,13 +269,13 @@ class TestCallers:
         client.keeper.put(try_it)
         coordinator.in_step(client)
         assert len(errors) == 1
-        taken = client._connection._take
+        taken = client._session.take
 
         def take(data: bytes, fds: list[int]) -> None:
             try_it()
             taken(data, fds)
 
-        monkeypatch.setattr(client._connection, "_take", take)
+        monkeypatch.setattr(client._session, "take", take)
         coordinator.in_step(client)
         assert len(errors) == 2
 
@@ -283,13 +283,13 @@ class TestCallers:
         self, coordinator, client, monkeypatch
     ):
         """Ids are used again at once."""
-        coordinator.peer.close()
-        with pytest.raises(ConnectionLost):
+        coordinator.leave_for_good()
+        with pytest.raises(Draining):
             client.flush(WAIT_S)
         client._connection.join(WAIT_S)
         ended = client._connection._reader
         monkeypatch.setattr(threading, "get_ident", lambda: ended.ident)
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(Draining):
             client.flush(WAIT_S)
 
 

@@ -246,7 +246,9 @@ class TestLateThreads:
         """S24: the manager stops first; each late lock, unlock, close and load settles once."""
         with running(str(tmp_path / "s")) as mortal:
             worker = gpu_worker.attach(
-                mortal.socket, on_evict=lambda key, generation, cause: told.append((key, cause))
+                mortal.socket,
+                on_evict=lambda key, generation, cause: told.append((key, cause)),
+                patience=0,
             )
             ready, over = threading.Barrier(5), threading.Event()
 

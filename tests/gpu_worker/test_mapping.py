@@ -57,12 +57,15 @@ class Keeper:
         self.table = MappingTable(self.ended)
 
     def grant(self, lease: int, fd: int, wanted: bool = True) -> mapping.Buffer | None:
-        """Grant a duplicate of `fd`, and see it consumed."""
+        """Grant a duplicate of `fd`, and see it consumed: kept by a new map, else closed."""
         granted_fd = os.dup(fd)
+        before = self.table._mappings.get(GEN)
         try:
             return self.table.granted(GEN, LeaseId(lease), granted_fd, wanted)
         finally:
-            assert not is_open(granted_fd)
+            made = self.table._mappings.get(GEN)
+            kept = made is not before and made is not None and made.fd == granted_fd
+            assert is_open(granted_fd) == kept
 
     def release(self) -> list[int]:
         """Unmap everything that has ended; return the leases released."""

@@ -8,7 +8,14 @@ import weakref
 import pytest
 
 from gpu_worker import registry
-from shm_store.errors import Cancelled, ConnectionLost, LoadTimeout, NoCoordinator, WorkerClosed
+from shm_store.errors import (
+    Cancelled,
+    ConnectionLost,
+    Draining,
+    LoadTimeout,
+    NoCoordinator,
+    WorkerClosed,
+)
 from shm_store.keys import LeaseId
 from shm_store.wire import Acquire, Cancel, Release
 from tests.gpu_worker.spoken import WAIT_S, Sharer, built
@@ -56,9 +63,9 @@ class TestSharing:
         for future in attaching:
             assert isinstance(future.exception(WAIT_S), ConnectionLost)
 
-    def test_after_a_loss_the_next_attach_connects_anew(self, coordinator, client):
-        coordinator.peer.close()
-        with pytest.raises(ConnectionLost):
+    def test_after_a_farewell_the_next_attach_connects_anew(self, coordinator, client):
+        coordinator.leave_for_good()
+        with pytest.raises(Draining):
             client.flush(WAIT_S)
         again = coordinator.attach()
         assert again is not client

@@ -36,6 +36,7 @@ def keeper(path) -> Iterator[list[Mapper]]:
 def keep_an_fd(path: str, keeper: list[Mapper]) -> None:
     keeper.append(Mapper(path))
     keeper[0].do("publish", "k", PAGE_BYTES)
+    keeper[0].do("release")
 
 
 def test_a_difference_fails_the_test_that_leaves_it(path, keeper):
@@ -99,9 +100,9 @@ def test_workers_of_this_process_are_waited_for(path, monkeypatch):
         unmapped.set()
         assert waited_for.wait(WAIT_S)
 
-    def flush_and_say(client, timeout_s):
+    def flush_and_say(client, timeout_s, **options):
         waited_for.set()
-        flush(client, timeout_s)
+        flush(client, timeout_s, **options)
 
     monkeypatch.setattr(MappingTable, "unmap", unmap_and_wait)
     monkeypatch.setattr(Client, "flush", flush_and_say)
