@@ -51,8 +51,13 @@ class Heard(Protocol):
     def coordinator_ready(self) -> None:
         """It serves."""
 
-    def coordinator_ended(self, code: int) -> None:
-        """Its process has been reaped. `code` is as `subprocess` says it."""
+    def coordinator_ended(self, code: int, by_us: bool) -> None:
+        """Its process has been reaped.
+
+        Args:
+            code: as `subprocess` says it.
+            by_us: it is the signal that we have sent.
+        """
 
 
 class CoordinatorHost:
@@ -182,9 +187,10 @@ class CoordinatorHost:
         self.leaving = self.leaving or notice.stopping
         self._read_output()
         self._loop.forget(child.pidfd)
+        sent = child.sent  # reaping kills what is left of its process group
         code = child.reap()
         self._forget_child()
-        self._heard.coordinator_ended(code)
+        self._heard.coordinator_ended(code, sent != 0 and code == -sent)
 
     def _forget_child(self) -> None:
         for alarm in ("coordinator ready", "coordinator end"):

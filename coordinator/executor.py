@@ -120,8 +120,8 @@ class Executor:
                     self.store.keep_segment(gen, fd)
             case Unkeep(gen):
                 self.store.forget_segment(gen)
-            case Remember(pins, limits_bytes):
-                self.store.remember(Words(pins, limits_bytes))
+            case Remember(pins, limits_bytes, draining):
+                self.store.remember(Words(pins, limits_bytes, draining))
             case Forget(session):
                 self._sessions.forget(session)
             case Exit():

@@ -227,6 +227,7 @@ class Server:
                 patience_s if kept else min(patience_s, OTHERS_PATIENCE_S),
                 found.words.pins,
                 found.words.limits_bytes,
+                found.words.draining,
             )
         )
 

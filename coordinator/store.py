@@ -4,8 +4,8 @@ Kept by whoever manages this process, systemd or `weight-cache launch` (see `not
 nothing is, and each call does nothing. In the store means READY: a segment comes in before anybody
 is told that it is, and leaves before anybody is told that it is not any more.
 
-Pins and limits are in a memfd of their own. A change makes a new one, which is stored before the
-old is removed, so that whenever we end one of them is whole.
+Pins, limits, and that it drains, are in a memfd of their own. A change makes a new one, which is
+stored before the old is removed, so that whenever we end one of them is whole.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Words(msgspec.Struct, frozen=True):
 
     pins: tuple[Key, ...] = ()
     limits_bytes: dict[str, int] = {}
+    draining: bool = False
 
 
 @dataclass(slots=True)

@@ -48,7 +48,6 @@ from shm_store.errors import (
     ArgumentRefused,
     ConnectionLost,
     CoordinatorLost,
-    NoCoordinator,
     PlatformUnsupported,
     WeightCacheError,
 )
@@ -117,6 +116,8 @@ class _Group:
         self._ending = False
         self._last_step = False
         """No worker is left; the coordinator is on its way out."""
+        self._not_drained: WeightCacheError | None = None
+        """Why the last drain did not end as it should. Its end may say more."""
         self._asked = 0
         self._code = 0
 
@@ -167,16 +168,19 @@ class _Group:
             if worker.due and not self._ending:
                 self._start_worker(worker)
 
-    def coordinator_ended(self, code: int) -> None:
+    def coordinator_ended(self, code: int, by_us: bool) -> None:
         self._coordinator_end = ending(code)
         host = self._coordinator
         if not host.was_ready:
             self._set_code(code if code > 0 else CoordinatorLost.exit_code)  # it has said why
             self._ending = True
         elif self._last_step:
-            if code != 0 and not host.told_to_end:
+            if code != 0 and not by_us:
                 say(f"the coordinator ended ({ending(code)}) before it was drained")
                 self._set_code(exit_code(code))
+            elif self._not_drained is not None:
+                show_error(self._not_drained)
+                self._set_code(self._not_drained.exit_code)
         elif code == 0 or host.leaving:
             if not self._ending:
                 self._fail(
@@ -301,15 +305,13 @@ class _Group:
             self._coordinator.end(self._plan.grace_s)
 
     def _drained(self, error: WeightCacheError | None) -> None:
-        """Nothing is held any more, and it leaves; or somebody of another group holds something."""
-        if error is None or isinstance(error, ConnectionLost | NoCoordinator):
-            # It ends, and how it did says more than this.
+        """Nothing is held any more, and it leaves; or it cannot, and is told to."""
+        if error is None:
             end = partial(self._coordinator.end, self._plan.grace_s)
             self._loop.alarm("coordinator end", self._plan.grace_s, end)
             return
         if not self._coordinator.told_to_end:
-            show_error(error)
-            self._set_code(error.exit_code)
+            self._not_drained = error
         self._coordinator.end(self._plan.grace_s)
 
     def _write_out(self) -> None:

@@ -39,11 +39,13 @@ class Seen:
     Attributes:
         record: which it is.
         weights: the bytes it keeps; None if they are private.
+        elsewhere: somebody may have its module, and keep that when the record lets go.
     """
 
     record: int
     weights: object
     used: bool
+    elsewhere: bool
 
 
 class Holder(Protocol):
@@ -54,6 +56,9 @@ class Holder(Protocol):
 
     def make_room(self, gen: GenerationId) -> None:
         """Let go of a generation as soon as it is idle. Runs destructors."""
+
+    def keep(self, gen: GenerationId) -> None:
+        """Let a generation stay that was to make room."""
 
     def retire(self, gen: GenerationId) -> None:
         """Hand a generation out no more. Runs destructors."""
@@ -116,13 +121,6 @@ class Leases:
         """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
         self.keeper.queue.put(functools.partial(self._discharge, charge))
 
-    def collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
-        """Have garbage collected if evicted weights are still mapped: a cycle may keep them.
-
-        An idle process collects nothing by itself, and others wait for the room.
-        """
-        self.keeper.call_settled(functools.partial(self._collect_if_kept, tuple(gens)))
-
     def release(self, gen: GenerationId, lease: LeaseId) -> None:
         """Give back a lease on what is not mapped."""
         with self._lock:
@@ -163,10 +161,11 @@ class Leases:
     def take_revoke(self, message: Revoke) -> None:
         """Note it at once, so that no record is made without; the keeper does the rest."""
         assert self._mappings is not None
-        gen, lease, asked = message.gen, message.lease, message.asked
+        gen, lease = message.gen, message.lease
+        asked: Asked = "" if message.asked == "keep" else message.asked
         charge = self._charges.get(gen)
         if charge is not None and charge.lease == lease:
-            charge.asked = asked
+            charge.asked, charge.collected = asked, False
         elif not self._mappings.revoked(gen, lease, asked):
             return
         self.keeper.put(functools.partial(self._revoked, gen, lease, asked))
@@ -188,12 +187,15 @@ class Leases:
                 self._connection.post(Release(charge.gen, charge.lease))
         self._unused()
 
-    def _revoked(self, gen: GenerationId, lease: LeaseId, asked: wire.Asked) -> None:
+    def _revoked(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
         """Do what was asked of a lease, and say so if it goes on all the same."""
         held = self._held(gen)
         if held is None or (held.lease, held.asked) != (lease, asked):
             return  # it has ended, or something newer came
-        if asked == "stale":
+        if not asked:
+            for worker in list(self._workers):
+                self._attempt(worker.keep, gen)
+        elif asked == "stale":
             for worker in list(self._workers):
                 self._attempt(worker.retire, gen)
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, lease, asked))
@@ -217,15 +219,19 @@ class Leases:
         used = [worker for worker, found in seen.items() if found.used]
         if self._others_use(gen, held, [found.weights for found in seen.values()]):
             return False
-        if held.asked == "idle" and all(seen[worker].record == rested for worker in used):
-            self._acknowledge(gen, held.lease, "idle", idle=True)
-            held.asked = ""  # answered: the next use is told to nobody
+        idle = all(seen[worker].record == rested for worker in used)
+        if held.asked == "idle" and idle and not any(one.elsewhere for one in seen.values()):
+            # In this order: the next REVOKE may be here before that ACK is sent.
+            if self._answered(held):
+                self._acknowledge(gen, held.lease, "idle", idle=True)
             return True
         if held.asked == "room" and len(used) <= 1:
             # Who is at work lets go with the last use, and hears of it; then the others do.
             held.letting_go = not used
             for worker in used or seen:
                 self._attempt(worker.make_room, gen)
+            if not used:
+                self.keeper.call_settled(functools.partial(self._collect_once, held))
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, held.lease, "room"))
             return True
         return False
@@ -245,6 +251,11 @@ class Leases:
         told = functools.partial(self._look_again, gen)
         return self._mappings.others_use(held, known, told)
 
+    def _answered(self, held: Mapping | Charge) -> bool:
+        """Say whether it is still asked whether nothing uses it. From now on it is not."""
+        assert self._mappings is not None
+        return not isinstance(held, Charge) and self._mappings.answered(held)
+
     def _attempt(self, do: Callable[[GenerationId], object], gen: GenerationId) -> None:
         """Have a worker do it, whatever its callbacks raise."""
         self.keeper.attempt(functools.partial(do, gen))
@@ -259,6 +270,12 @@ class Leases:
                 held.letting_go = False
                 self._connection.post(Ack(gen, lease, asked, idle))
 
-    def _collect_if_kept(self, gens: Sequence[GenerationId]) -> None:
-        if any(self._held(gen) is not None for gen in gens):
+    def _collect_once(self, held: Mapping | Charge) -> None:
+        """Collect garbage if what was let go of is still there: a cycle may keep it.
+
+        An idle process collects nothing by itself, and others wait for the room. Once for each
+        REVOKE: it takes 100 ms.
+        """
+        if not held.collected and self._held(held.gen) is held:
+            held.collected = True
             gc.collect()

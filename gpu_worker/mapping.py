@@ -109,6 +109,7 @@ class Mapping:
         "address",
         "asked",
         "buffer",
+        "collected",
         "gen",
         "handed_out",
         "key",
@@ -138,6 +139,8 @@ class Mapping:
         """What the coordinator has asked of the lease. A later grant voids it."""
         self.letting_go = False
         """It asked to let go, and that is being done."""
+        self.collected = False
+        """Garbage was, because of what it asked."""
         self.handed_out: list[weakref.ref[Buffer]] = []
         """One for each GRANT, as long as something uses what it was for."""
         self.watched: list[weakref.ref[Buffer]] = []
@@ -227,8 +230,14 @@ class MappingTable:
             mapping = self._mappings.get(gen)
             if mapping is None or mapping.lease != lease:
                 return False
-            mapping.asked, mapping.letting_go = asked, asked != "idle"
+            mapping.asked, mapping.letting_go, mapping.collected = asked, asked != "idle", False
             return True
+
+    def answered(self, mapping: Mapping) -> bool:
+        """Take back what was asked of a mapping if that is still "idle", and say whether it was."""
+        with self._lock:
+            asked, mapping.asked = mapping.asked, "" if mapping.asked == "idle" else mapping.asked
+            return asked == "idle"
 
     def others_use(
         self, mapping: Mapping, known: Sequence[object], told: Callable[[], object]

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker import registry
-from gpu_worker.callbacks import Callbacks
+from gpu_worker.callbacks import Callbacks, Evicted
 from gpu_worker.client import Client
 from gpu_worker.flights import Flight, Flights
 from gpu_worker.keeper import Keeper
 from gpu_worker.leases import Seen
+from gpu_worker.loaded import Loaded
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import owned, refuse_reentry
 from gpu_worker.request import Ask, Charge, Progress
@@ -71,21 +72,6 @@ class _Caller(threading.local):
 
 
 _caller = _Caller()
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a record keeps: a module, the mode it was loaded in, and the names it does not use.
-
-    `weights` are the mapped bytes, if they are shared. The module may not use them any more, as
-    after `half()`; but as long as it is handed out, its lease goes on, or nobody would tell that it
-    is retired.
-    """
-
-    module: torch.nn.Module
-    train: bool
-    unexpected: tuple[str, ...]
-    weights: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +145,9 @@ class RecordTable:
                 with self._lock:
                     self.refuse_closed()
                     record = self._records.claim(key, wish.origin, claim, whose)
+                    if record is not None and not record.module.revive():
+                        self._records.lose(record, claim)
+                        record = None
                     if record is None:
                         self._flights.refuse_in_skeleton(key)
                         flight = self._flights.board(mine)
@@ -221,7 +210,9 @@ class RecordTable:
         if _this_pid != self.client.pid or owned(self._lock):
             self.check_caller()  # says which
         with self._lock:
-            return self._records.lock(claim, lock, _caller.thread).module
+            module = self._records.lock(claim, lock, _caller.thread).module
+        assert module is not None  # what is claimed is kept
+        return module
 
     def unlock(self, lock: LockId) -> None:
         """End a lock, if it is one."""
@@ -267,13 +258,26 @@ class RecordTable:
         """Say what this worker has of a generation."""
         with self._lock:
             seen = self._records.look(gen)
-        return None if seen is None else Seen(id(seen[0]), seen[0].module.weights, seen[1])
+            if seen is None:
+                return None
+            record, used = seen
+            loaded = record.module
+            elsewhere = loaded.elsewhere
+            record.watched = used or elsewhere
+            return Seen(id(record), loaded.weights, used, elsewhere)
 
     def make_room(self, gen: GenerationId) -> None:
         """Let go of a generation as soon as it is idle."""
         with self._lock:
             gone = self._records.make_room(gen)
         self._let_go(gone, later=True)
+
+    def keep(self, gen: GenerationId) -> None:
+        """Let a generation stay that was to make room, if it is still there."""
+        with self._lock:
+            record = self._records.keep(gen)
+            if record is not None:
+                record.module.revive()
 
     def _expire(self) -> None:
         """Evict what was unused for `idle_timeout`, and come again when more could be."""
@@ -306,6 +310,9 @@ class RecordTable:
             gen, weights = granted.gen, granted.buffer
             with self._lock:
                 record = self._records.adopt(key, gen, wish.origin, claim, whose)
+                if record is not None and not record.module.revive():
+                    self._records.lose(record, claim)
+                    record = None
             if record is not None:
                 return record
             flight.in_skeleton = True
@@ -368,18 +375,47 @@ class RecordTable:
         """
         if not gone:
             return
-        told = [(r.key, r.generation, r.going) for r in gone if r.going is not None]
-        idle = [(r.generation, id(r)) for r in gone]
+        for weak in [record for record in gone if record.going == "room"]:
+            self._weaken(weak)
+        told = [
+            (record.key, record.generation, record.going)
+            for record in gone
+            if record.going not in (None, "room") and self._tells(record)
+        ]
+        idle = [(record.generation, id(record)) for record in gone]
         gone.clear()
-        for gen, record in idle:
-            self.client.leases.idle(gen, record)
-        asked_for = [gen for _, gen, cause in told if cause == "room"]
-        if asked_for:
-            self.client.leases.collect_if_kept(asked_for)
+        for gen, which in idle:
+            self.client.leases.idle(gen, which)
         if later:
             self.client.keeper.put(functools.partial(self._callbacks.evicted, told))
-        else:
+        elif told:
             self._callbacks.evicted(told)
+
+    def _weaken(self, record: Record[Loaded]) -> None:
+        """Keep a record that is to make room weakly, unless it was claimed again."""
+        gone = functools.partial(self.client.keeper.queue.put, functools.partial(self._end, record))
+        kept: tuple[object, ...] = ()
+        with self._lock:
+            if self._records.is_idle(record) and record.going == "room":
+                kept = record.module.weaken(gone)
+        del kept
+
+    def _end(self, record: Record[Loaded]) -> None:
+        """The module of a record that was kept weakly is gone. In the keeper."""
+        with self._lock:
+            if record.module.revive():
+                return  # somebody took it before that was so
+            self._records.lose(record)
+            tells = self._tells(record)
+        self.client.leases.idle(record.generation, id(record))
+        if tells:
+            told: list[Evicted] = [(record.key, record.generation, "room")]
+            self.client.keeper.put(functools.partial(self._callbacks.evicted, told))
+
+    def _tells(self, record: Record[Loaded]) -> bool:
+        """Say whether an eviction is still to be told. Once."""
+        told, record.module.told = record.module.told, True
+        return not told
 
 
 def _expiring(table: RecordTable) -> Callable[[], None]:

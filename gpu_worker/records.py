@@ -11,7 +11,8 @@ Rules
 - Everything is matched by identity. A key only leads to the record that is handed out at present.
 - A stale record is one that no key leads to any more. It is never handed out again.
 - A record that is to go has a cause. It is evicted, once, when its last claim and its last lock
-  have ended; an idle one at once. One that goes to make room is handed out until then.
+  have ended; an idle one at once. One that is to make room is handed out until it is gone, which
+  its owner says by `lose`: somebody else may still have its module.
 - The end of a watched record's last use is told, once, so that its process can be looked at again.
 - Each change is one dict operation, so that an exception from outside (KeyboardInterrupt) finds
   every record whole.
@@ -23,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, NewType, Protocol, TypeVar
 
-from shm_store import wire
 from shm_store.errors import WorkerClosed
 from shm_store.keys import GenerationId, Key
 
@@ -36,7 +36,7 @@ EvictCause = Literal["evicted", "replaced", "invalidated", "room", "unused", "sh
 """Why a record goes: `evict`, newer weights of its key granted to this worker, retired everywhere,
 asked for by the coordinator, `idle_timeout`, or `shutdown`. `attach` explains them to users."""
 
-Asked = wire.Asked | Literal[""]
+Asked = Literal["", "idle", "room", "stale"]
 """What the coordinator has asked of a generation, if anything."""
 
 
@@ -171,7 +171,7 @@ class Records(Generic[Module]):
         """End a claim. Locks made through it go on.
 
         Returns:
-            The records evicted, and those that are idle now and were watched.
+            The records evicted, and those that are idle now and watched, or to make room.
         """
         ended = self._claims.pop(claim, None)
         return self._overdue() if ended is None else self._settle(ended[0], now_s)
@@ -249,12 +249,30 @@ class Records(Generic[Module]):
         return record, record.watched
 
     def make_room(self, generation: GenerationId) -> list[Record[Module]]:
-        """Evict the record of `generation` once it is idle. Returns it if that is now."""
+        """Have the record of `generation` make room once it is idle. Returns it if that is now."""
         record = self._record_of(generation)
         if record is None:
             return []
         record.going = "room"
         return self._settle(record, record.used_s)
+
+    def keep(self, generation: GenerationId) -> Record[Module] | None:
+        """Return the record of `generation` if it was to make room, which it is no more."""
+        record = self._record_of(generation)
+        if record is None or record.going != "room":
+            return None
+        record.going = None
+        return record
+
+    def lose(self, record: Record[Module], claim: ClaimId | None = None) -> None:
+        """Hand a record out no more whose module is gone, and end a claim that came too late."""
+        if claim is not None:
+            self._claims.pop(claim, None)
+        if self._current.get(record.key) is record:
+            del self._current[record.key]
+
+    def is_idle(self, record: Record[Module]) -> bool:
+        return not any(self._uses(record))
 
     def _record_of(self, generation: GenerationId) -> Record[Module] | None:
         for record in self._current.values():
@@ -305,15 +323,18 @@ class Records(Generic[Module]):
         return [idle for record in due for idle in self._settle(record, record.used_s)]
 
     def _settle(self, record: Record[Module] | None, now_s: float = 0.0) -> list[Record[Module]]:
-        """Return the record if it has just become idle, and was to go or watched."""
+        """Return the record if it has just become idle, and is to go or watched.
+
+        It is evicted then, unless it is to make room.
+        """
         if record is None:
             return []
         record.used_s = now_s
         if (record.going is None and not record.watched) or any(self._uses(record)):
             return []
         record.watched = False
-        if record.going is not None and self._current.get(record.key) is record:
-            del self._current[record.key]
+        if record.going not in (None, "room"):
+            self.lose(record)
         return [record]
 
     def _uses(self, record: Record[Module]) -> tuple[int, int]:
@@ -334,8 +355,6 @@ class Records(Generic[Module]):
         for key, record in self._current.items():
             assert record.key == key, f"{key!r} leads to a record of {record.key!r}"
             assert record.going in (None, "room"), f"{key!r} is stale and still handed out"
-        for record in self._current.values():
-            assert record.going is None or any(self._uses(record)), f"{record.key!r} is overdue"
         for record in self.used():
             current = self._current.get(record.key) is record
             assert current or record.going, f"{record.key!r} is stale and would never go"

@@ -64,6 +64,7 @@ class Charge:
     Attributes:
         gen, lease: what the coordinator calls it, once it was granted.
         asked: what the coordinator has asked of it since; `letting_go` while that is being done.
+        collected: garbage was, because of that.
         over: its memory is free, or was never needed.
     """
 
@@ -71,6 +72,7 @@ class Charge:
     lease: LeaseId = _NOT_YET
     asked: Asked = ""
     letting_go: bool = False
+    collected: bool = False
     over: bool = False
 
 

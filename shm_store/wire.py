@@ -204,9 +204,9 @@ class Release(Message, frozen=True):
     lease: LeaseId
 
 
-Asked = Literal["idle", "room", "stale"]
+Asked = Literal["idle", "room", "stale", "keep"]
 """What a REVOKE asks: tell me when nothing of yours uses this; let it go once nothing does, because
-room is short; it is retired, so hand it out no more."""
+room is short; it is retired, so hand it out no more; never mind, for nobody needs the room now."""
 
 
 class Ack(Message, frozen=True):

@@ -187,7 +187,9 @@ def _performed(
 def _settle(turn: Turn) -> None:
     """After every event: room for those who wait, and what waited for an end."""
     ledger = turn.ledger
-    if not ledger.awaited and (ledger.parked or any(pool.short for pool in ledger.pools.values())):
+    if not ledger.awaited and (
+        ledger.parked or any(pool.short or pool.given_up for pool in ledger.pools.values())
+    ):
         admission.admit(turn)
     if ledger.flushes:
         operators.settle_flushes(turn)

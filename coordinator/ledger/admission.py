@@ -37,6 +37,9 @@ OPEN_REQUESTS_LIMIT = 512
 PREFETCHES_LIMIT = 64
 """Of one session, beside its other requests: what nobody waits for keeps it from no load."""
 
+HELD_LONG_S = 5.0
+"""Who has used weights for so long since he was asked for them keeps no hit on them waiting."""
+
 DEATHS_LIMIT = 2
 """A fill whose owners died this often fails all who wait: the weights are at fault, not they."""
 
@@ -89,7 +92,7 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     ledger = turn.ledger
     ready = ledger.ready(request.key)
     if ready is not None and ready.fingerprint == request.fingerprint:
-        if _waits_for_room(ledger, ready, request.session):
+        if _waits_for_room(turn, ready, request.session):
             turn.ask(request, ready)
         else:
             turn.grant(request, ready)
@@ -259,8 +262,13 @@ def admit(turn: Turn) -> None:
             overtaken |= _admit_overtakers(turn, pool)
     for generation in list(ledger.parked.values()):
         for request in list(generation.askers.values()):
-            if not _waits_for_room(ledger, generation, request.session):
+            if not _waits_for_room(turn, generation, request.session):
                 turn.grant(request, generation)
+    for pool in ledger.pools.values():
+        if pool.given_up and not pool.short:
+            pool.given_up = False
+            for generation in ledger.in_pool(pool.name):
+                turn.unask(generation, ("idle", "room"))
 
 
 def _admit_first(turn: Turn, pool: Pool) -> None:
@@ -324,7 +332,7 @@ def _make_room(turn: Turn, pool: Pool, head: Generation | None) -> None:
     wanted = revocable(ledger, pool, needed_bytes)
     for generation in ledger.in_pool(pool.name):
         if generation not in wanted and not generation.refused:
-            turn.unask(generation)
+            turn.unask(generation, ("idle",))
     for generation in wanted:
         unsure = doubtful(generation, head, turn.now_s)
         for session in unsure or generation.leases:
@@ -362,14 +370,17 @@ def _waits_for_itself(ledger: Ledger, pool: Pool) -> bool:
     )
 
 
-def _waits_for_room(ledger: Ledger, generation: Generation, session: SessionId) -> bool:
+def _waits_for_room(turn: Turn, generation: Generation, session: SessionId) -> bool:
     """Say whether a hit must wait: it would keep alive what a head waits for.
 
-    Else those who let go and ask again would starve the head.
+    Else those who let go and ask again would starve the head. But what somebody uses for long is
+    not going, and one more holder makes no difference.
     """
-    pool = ledger.pools[generation.pool]
+    ledger = turn.ledger
+    pool, refused_s = ledger.pools[generation.pool], generation.refused_s
     return (
         generation.gives_way
+        and (refused_s is None or turn.now_s < refused_s + HELD_LONG_S)
         and session not in generation.leases
         and not ledger.pinned(generation)
         and _blocked_head(pool) is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from coordinator.ledger import admission, recovery
+from coordinator.ledger.admission import HELD_LONG_S
 from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.operators import expire_drains, expire_invalidations
 from coordinator.ledger.report import silent_text
@@ -22,6 +25,7 @@ def next_deadline_s(ledger: Ledger) -> float | None:
         *(draining.deadline_s for draining in ledger.drains),
         *(invalidating.deadline_s for invalidating in ledger.invalidations),
         *(lease.asked_s + REVOKE_PATIENCE_S for lease in _unanswered(ledger)),
+        *(since_s + HELD_LONG_S for since_s in _refused_s(ledger)),
         ledger.awaited_until_s,
     ]
     return min((time for time in times if time is not None), default=None)
@@ -41,9 +45,15 @@ def expire(turn: Turn) -> None:
             turn.free(generation)
     for lease in _unanswered(ledger):
         if lease.asked_s + REVOKE_PATIENCE_S <= turn.now_s:
-            lease.answer = "overdue"
+            lease.answer, lease.answered_s = "overdue", turn.now_s
     expire_invalidations(turn)
     expire_drains(turn)
+
+
+def _refused_s(ledger: Ledger) -> Iterator[float]:
+    """Yield since when holders use what hits wait for: those do not for long."""
+    times = (generation.refused_s for generation in ledger.parked.values())
+    return (time for time in times if time is not None)
 
 
 def _unanswered(ledger: Ledger) -> list[Lease]:

@@ -252,6 +252,7 @@ class Remember:
 
     pins: tuple[Key, ...]
     limits_bytes: dict[str, int]
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def doubtful(generation: Generation, head: Generation | None, now_s: float) -> l
     return [
         session
         for session, lease in generation.leases.items()
-        if lease.answer != "idle" or lease.idle_s < since_s
+        if lease.answer != "idle" or lease.answered_s < since_s
     ]
 
 

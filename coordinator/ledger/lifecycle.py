@@ -156,7 +156,7 @@ def ack(turn: Turn, session: SessionId, message: Ack) -> None:
     if lease is None or lease.id != message.lease or lease.asked != message.asked:
         return
     idle = message.idle and lease.asked == "idle"
-    lease.answer, lease.idle_s = "idle" if idle else "kept", turn.now_s
+    lease.answer, lease.answered_s = "idle" if idle else "kept", turn.now_s
 
 
 def release(turn: Turn, session: SessionId, message: Release) -> None:

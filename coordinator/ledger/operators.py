@@ -48,7 +48,7 @@ def _remember(turn: Turn) -> None:
     """Have what operators have set outlive this coordinator, before it is answered."""
     ledger = turn.ledger
     limits_bytes = {name: pool.limit_bytes for name, pool in ledger.pools.items()}
-    turn.do(Remember(tuple(ledger.pins), limits_bytes))
+    turn.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
 
 
 def unpin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
@@ -228,6 +228,7 @@ def drain(turn: Turn, session: SessionId, message: Drain) -> None:
     if ledger.draining:
         return
     ledger.draining = True
+    _remember(turn)
     for generation in list(ledger.parked.values()):
         for request in list(generation.askers.values()):
             turn.fail(request, _draining())

@@ -96,7 +96,7 @@ class Lease:
         asked: what its holder was sent a REVOKE for; "" if none.
         asked_s: when.
         answer: that something uses it, or none in time; or, asked for that, that nothing does.
-        idle_s: when it said so.
+        answered_s: when that was so.
         copied_bytes: pages of the map that the process has written to, by the last audit.
     """
 
@@ -105,7 +105,7 @@ class Lease:
     asked: Asked | Literal[""] = ""
     asked_s: float = 0.0
     answer: Literal["", "idle", "kept", "overdue"] = ""
-    idle_s: float = 0.0
+    answered_s: float = 0.0
     copied_bytes: int = 0
 
     @property
@@ -193,7 +193,17 @@ class Generation:
     @property
     def refused(self) -> bool:
         """Somebody who was asked uses it, or does not answer."""
-        return any(lease.answer in ("kept", "overdue") for lease in self.leases.values())
+        return self.refused_s is not None
+
+    @property
+    def refused_s(self) -> float | None:
+        """Since when the first of them does."""
+        times = [
+            lease.answered_s
+            for lease in self.leases.values()
+            if lease.answer in ("kept", "overdue")
+        ]
+        return min(times, default=None)
 
     @property
     def gives_way(self) -> bool:
@@ -218,12 +228,13 @@ class Pool:
     """A budget, and the generations that wait for room in it, first come first.
 
     `in_use_bytes` is charged from RESERVED until freed, shared bytes once, and is the sum over the
-    table; `turn` keeps it, the invariants compare.
+    table; `turn` keeps it, the invariants compare. `given_up`: somebody waits for room no more.
     """
 
     name: str
     limit_bytes: int
     in_use_bytes: int = 0
+    given_up: bool = False
     queue: list[Generation] = field(default_factory=list)
 
     @property

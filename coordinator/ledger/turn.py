@@ -100,10 +100,15 @@ class Turn:
         lease.asked, lease.asked_s, lease.answer = asked, self.now_s, ""
         self.send(session, Revoke(generation.id, lease.id, asked))
 
-    def unask(self, generation: Generation) -> None:
-        """Forget who was asked whether he is idle: nobody needs it. Who is not will say so once."""
-        for lease in generation.leases.values():
-            if lease.asked == "idle":
+    def unask(self, generation: Generation, asked: tuple[Asked, ...]) -> None:
+        """Take back what holders were asked and have answered. Of room they hear that.
+
+        Who has not answered may not read, and is sent nothing more until then.
+        """
+        for session, lease in generation.leases.items():
+            if lease.asked in asked and lease.answer in ("idle", "kept"):
+                if lease.asked == "room":
+                    self.send(session, Revoke(generation.id, lease.id, "keep"))
                 lease.asked = lease.answer = ""
 
     def copied(self, generation: Generation, lease: Lease, size_bytes: int) -> None:
@@ -230,6 +235,8 @@ class Turn:
         if generation.state is State.OPEN:
             if generation.owner == LOADER:
                 self.do(Free(generation.id))
+            if generation.queued_s is not None:
+                self.ledger.pools[generation.pool].given_up = True
             self.unqueue(generation)
             self.remove(generation)
             return

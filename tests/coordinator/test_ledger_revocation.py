@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.ledger.admission import HELD_LONG_S
 from coordinator.ledger.events import Send
 from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.state import State
@@ -94,10 +95,9 @@ def test_what_is_coming_already_is_not_counted_twice():
     world.attach(1, 2)
     world.have(1, "a", 500)
     world.have(1, "b", 500)
-    world.cancel(2, wants(world, 2, "small", 400))
+    wants(world, 2, "small", 400)
+    world.attach(3)
     assert revokes(world) == [(1, "a", "room")]
-    wants(world, 2, "large", 800)
-    assert revokes(world) == [(1, "a", "room"), (1, "b", "room")]
 
 
 def test_a_pinned_one_is_never_asked_for():
@@ -133,6 +133,34 @@ def test_a_holder_that_says_nothing_has_the_next_one_asked_after_a_while():
     assert revokes(world) == [(1, "a", "room")]
     world.wait_until(REVOKE_PATIENCE_S)
     assert revokes(world) == [(1, "a", "room"), (2, "b", "room")]
+
+
+def test_a_waiter_that_gives_up_leaves_no_trace():
+    """Who was asked for its room keeps what he has."""
+    world = World()
+    world.attach(1, 2)
+    gen, _ = world.have(1, "a", 900)
+    waiter = wants(world, 2, "new", 400)
+    ack(world, 1, gen)
+    world.cancel(2, waiter)
+    assert revokes(world) == [(1, "a", "room"), (1, "a", "keep")]
+    assert [one.asked for one in world.generation(gen).leases.values()] == [""]
+    wants(world, 2, "newer", 400)
+    assert revokes(world)[2:] == [(1, "a", "room")]
+
+
+def test_a_hit_on_what_somebody_uses_for_long_waits_no_longer():
+    """It is not going, and one more holder makes no difference."""
+    world = World()
+    world.attach(1, 2, 3)
+    gen, _ = world.have(1, "a", 900)
+    wants(world, 2, "new", 400)
+    ack(world, 1, gen)
+    hit = world.load(3, "a")
+    world.wait_until(HELD_LONG_S - 0.1)
+    assert world.answer(3, hit) is None
+    world.wait_until(HELD_LONG_S)
+    assert world.answer(3, hit) == Grant(hit, gen)
 
 
 # --- of several holders ---------------------------------------------------------------------------
@@ -220,7 +248,9 @@ def test_who_need_not_be_asked_any_more_is_left_alone(shared):
     waits = world.load(4, "a")
     assert world.answer(4, waits) is None
     ack(world, 1, gen, "idle", idle=True)
+    ack(world, 2, gen, "idle")
     world.say(3, Limit(world.rid(3), "ram", 2000))
+    ack(world, 2, gen, "idle", idle=True)
     assert world.answer(4, waits) is not None
     world.say(3, Limit(world.rid(3), "ram", 1400))
     world.have(3, "small", 50)

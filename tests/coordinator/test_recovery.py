@@ -13,8 +13,10 @@ from shm_store import segment
 from shm_store.manifest import Preamble
 from shm_store.wire import (
     Acquire,
+    Bye,
     Commit,
     Done,
+    Drain,
     Evict,
     Fail,
     Grant,
@@ -139,6 +141,21 @@ class TestKept:
         assert watcher.generation("a").leases == ()
         os.close(fd)
         group.audit()
+
+    def test_it_goes_on_to_drain(self, group):
+        holder = group.peer("holder")
+        held = holder.publish("held")
+        (fd,) = holder.fds
+        holder.send(Drain(holder.next_rid(), 30.0))
+        assert holder.expect(Revoke).asked == "stale"
+        group.crash()
+        back = group.peer("holder", (HeldMap(held.gen, held.rid, True), [fd]))
+        back.rid = 60
+        back.send(Acquire(back.next_rid(), "more", None, "", 5.0))
+        assert back.expect(Fail).cause.code == "draining"
+        back.send(Release(held.gen, held.rid))
+        assert isinstance(back.expect(Bye), Bye)
+        os.close(fd)
 
 
 class TestFills:

@@ -82,7 +82,7 @@ class Host:
         self.lives = 1
         self.sealed: dict[GenerationId, Offer] = {}
         self.store: dict[GenerationId, Offer] = {}
-        self.words = Remember((), {})
+        self.words = Remember((), {}, False)
         self.ready: dict[str, GenerationId] = {}
         self.over: set[GenerationId] = set()
 

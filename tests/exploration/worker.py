@@ -109,10 +109,16 @@ class Worker:
 
     def told(self, ended: list[Record[Mapping]]) -> None:
         """What was watched is looked at again by the keeper."""
+        self._make_room(ended)
         for record in ended:
+            self.keeper.append(("rested", record.module))
+
+    def _make_room(self, idle: list[Record[Mapping]]) -> None:
+        """What is to make room and idle is gone: nobody has its module."""
+        for record in idle:
             if record.going == "room":
                 self._evicts(record.generation)
-            self.keeper.append(("rested", record.module))
+                self.records.lose(record)
 
     def do_thread(self, index: int) -> None:
         """A thread takes its next step."""
@@ -147,6 +153,7 @@ class Worker:
             case Done(rid):
                 self._answered(self._expected(rid), message)
             case Revoke(gen, lease, asked):
+                asked = "" if asked == "keep" else asked
                 mapping = self.table.get(gen)
                 if mapping is not None and mapping.lease == lease:
                     mapping.asked = asked
@@ -204,7 +211,7 @@ class Worker:
 
     def _revoke_charge(self, gen: GenerationId, lease: int, asked: str) -> None:
         """A charge is held by its thread until that is done with it."""
-        if any((gen, lease) in thread.charges for thread in self.threads):
+        if asked and any((gen, lease) in thread.charges for thread in self.threads):
             self.send(Ack(gen, lease, asked))
 
     # --- the keeper -------------------------------------------------------------------------------
@@ -229,7 +236,9 @@ class Worker:
     def _revoked(self, mapping: Mapping, lease: int, asked: str) -> None:
         if not self._lives(mapping) or (mapping.lease, mapping.asked) != (lease, asked):
             return
-        if asked == "stale":
+        if not asked:
+            self.records.keep(mapping.gen)
+        elif asked == "stale":
             self.records.retire(mapping.gen)
             # Behind what that lets go of.
             self.collect()
@@ -252,8 +261,7 @@ class Worker:
             return True
         if mapping.asked == "idle":
             return False
-        if self.records.make_room(mapping.gen):
-            self._evicts(mapping.gen)
+        self._make_room(self.records.make_room(mapping.gen))
         self.collect()
         self.keeper.append(("settled", mapping, mapping.lease, "room"))
         return True

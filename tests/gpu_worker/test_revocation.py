@@ -159,6 +159,79 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    def test_a_module_stays_if_who_waited_for_its_room_has_given_up(
+        self, worker, other, file, told
+    ):
+        handle = worker.load("mine", skeleton=wide, source=file)
+        assert isinstance(other.load("theirs", file, timeout_s=0.2), Fail)
+        wait_until(lambda: worker._table._records._current["mine"].going is None)
+        handle.close()
+        worker.flush()
+        assert told == []
+        assert other_answer(other, worker) == ""
+
+    def test_a_module_that_somebody_else_has_stays(self, worker, other, file, told):
+        """A name bound by `as` is enough. Letting go of it would free nothing."""
+        with worker.use("mine", skeleton=wide, source=file) as module:
+            pass
+        assert isinstance(other.load("theirs", file, timeout_s=0.2), Fail)
+        asks(other, "theirs", file)
+        wait_until(lambda: worker._table._records._current["mine"].module.module is None)
+        for _ in range(3):
+            with worker.use("mine", skeleton=wide, source=file) as again:
+                assert again is module
+            worker.flush()
+        assert told == []
+        del module, again
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
+
+    def test_while_somebody_else_has_a_module_its_process_does_not_say_that_it_is_idle(
+        self, coordinator, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=wide, source=file) as module:
+            pass
+        peer = Peer(coordinator.socket, "peer")
+        gen, lease = _lease(peer.load("mine", file))
+        asks(other, "theirs", file)
+        peer.expect(Revoke)
+        peer.send(Ack(gen, lease, "idle", idle=True))
+        wait_until(lambda: other_answer(peer, worker) == "idle")
+        worker.flush()
+        assert told == []
+        del module
+        with worker.use("mine", skeleton=wide, source=file):
+            pass
+        assert peer.expect(Revoke).asked == "room"
+        peer.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
+
+    def test_a_request_that_comes_before_the_answer_is_sent_is_not_lost(
+        self, coordinator, worker, other, file, told, monkeypatch
+    ):
+        """The last to say that it is idle is asked for the room at once."""
+        with worker.use("mine", skeleton=wide, source=file):
+            pass
+        peer = Peer(coordinator.socket, "peer")
+        gen, lease = _lease(peer.load("mine", file))
+        connection, mappings = worker._table.client._connection, leased(worker)
+        post = connection.post
+
+        def post_slowly(message, *rest) -> None:
+            post(message, *rest)
+            if getattr(message, "idle", False):
+                wait_until(lambda: mappings.asked(gen) == "room")
+
+        monkeypatch.setattr(connection, "post", post_slowly)
+        asks(other, "theirs", file)
+        peer.expect(Revoke)
+        peer.send(Ack(gen, lease, "idle", idle=True))
+        assert peer.expect(Revoke).asked == "room"
+        peer.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
+
     def test_two_workers_of_a_process_let_go_together(self, coordinator, worker, other, file, told):
         second = gpu_worker.attach(
             coordinator.socket, on_evict=lambda key, generation, cause: told.append((key, cause))
@@ -511,6 +584,17 @@ class TestCallbacks:
             gpu_worker.attach(coordinator.socket, on_evict=5)
         with pytest.raises(ArgumentRefused, match="idle_timeout"):
             gpu_worker.attach(coordinator.socket, idle_timeout=-1)
+
+
+def leased(worker):
+    """The mappings of a worker's session."""
+    return worker._table.client.leases._mappings
+
+
+def other_answer(peer: Peer, worker) -> str:
+    """What the worker's lease on "mine" was asked for, by the status."""
+    (asked,) = {lease.asked for lease in peer.generation("mine").leases}
+    return asked
 
 
 def _only(worker) -> str:
