@@ -399,8 +399,14 @@ def collect(coordinator: int, start: str) -> Facts:
         children=frozenset(
             pid for pid, status in about.items() if status.get("PPid") == str(coordinator)
         ),
-        manager=int(about_coordinator.get("PPid", "0")),
+        manager=int(about_coordinator.get("PPid", "0")) if _is_managed(coordinator) else 0,
     )
+
+
+def _is_managed(coordinator: int) -> bool:
+    """Say whether who started it stores what it has; see `coordinator.notify`."""
+    with open(f"/proc/{coordinator}/environ", "rb") as file:
+        return any(line.startswith(b"NOTIFY_SOCKET=/") for line in file.read().split(b"\0"))
 
 
 def _segments(coordinator: int, start: str) -> _Segments:

@@ -203,10 +203,13 @@ _holds_victim = admission._holds_victim
 _waits_for_room = admission._waits_for_room
 
 
-def _parks_the_holder_too(ledger: Any, generation: Any, session: Any) -> bool:
-    return (
-        generation.gives_way and admission._blocked_head(ledger.pools[generation.pool]) is not None
-    )
+def _waits_for_the_idle(turn: Any, generation: Any, session: Any) -> bool:
+    return _waits_for_room(turn, generation, session) and not generation.refused
+
+
+def _parks_the_holder_too(turn: Any, generation: Any, session: Any) -> bool:
+    pool = turn.ledger.pools[generation.pool]
+    return generation.gives_way and admission._blocked_head(pool) is not None
 
 
 def _asks_again_at_once(self: Worker, op: Any) -> bool:
@@ -427,18 +430,18 @@ MUTANTS = [
     Mutant(
         11,
         "a holder of tensors does not say when they are gone",
-        "two holders, and a head",
+        "an idle module beside tensors",
         Worker,
         "collect",
         _unmaps_only,
     ),
     Mutant(
         12,
-        "a hit on what is to go does not wait",
+        "a hit on what a holder keeps does not wait",
         "re-acquirers and a head",
         admission,
         "_waits_for_room",
-        _no,
+        _waits_for_the_idle,
     ),
     Mutant(
         12,

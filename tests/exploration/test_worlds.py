@@ -16,7 +16,7 @@ from tests.exploration.explore import Explored
 from tests.exploration.mutants import MUTANTS, of_mutant, of_world
 from tests.exploration.worlds import SMALL
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.timeout(400)]
 
 WAIT_S = 300.0
 

@@ -138,6 +138,11 @@ SMALL = [
         B,
     ),
     World(
+        "an idle module beside tensors",
+        ((once(use("a"), op("state", "a"), op("drop", "a")),), (once(use("b")),)),
+        B,
+    ),
+    World(
         "one of two holders never lets go",
         ((once(op("hold", "a")),), (loop(use("a")),), (once(use("b")),)),
         B,

@@ -36,7 +36,6 @@ def keeper(path) -> Iterator[list[Mapper]]:
 def keep_an_fd(path: str, keeper: list[Mapper]) -> None:
     keeper.append(Mapper(path))
     keeper[0].do("publish", "k", PAGE_BYTES)
-    keeper[0].do("map")
 
 
 def test_a_difference_fails_the_test_that_leaves_it(path, keeper):

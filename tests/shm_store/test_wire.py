@@ -21,6 +21,7 @@ from shm_store.keys import GenerationId, Key, LeaseId, RequestId
 
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "resume": wire.resume_decoder,
+    "held": wire.held_decoder,
     "session": wire.session_decoder,
     "loader": wire.loader_decoder,
     "to_session": wire.to_session_decoder,
@@ -28,6 +29,7 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
 }
 KNOWN: dict[str, tuple[type[wire.Message], ...]] = {
     "resume": (wire.Resume,),
+    "held": typing.get_args(wire.Held),
     "session": typing.get_args(wire.FromSession),
     "loader": typing.get_args(wire.FromLoader),
     "to_session": typing.get_args(wire.ToSession),
@@ -252,9 +254,9 @@ def test_the_ends_of_each_range_belong_to_it(message: wire.AnyMessage) -> None:
 
 def test_a_newer_resume_still_gives_its_version() -> None:
     """Appended fields, of whatever shape, do not hide which version the peer speaks."""
-    newer = ["Resume", 99, "trainer", "cuda:0", "worker", {"maps": [[GEN, 7]]}, 1.5, None, [[]]]
+    newer = ["Resume", 99, "trainer", "cuda:0", "worker", "token", 0, {"more": [[GEN]]}, 1.5, None]
     resume = wire.decode(wire.resume_decoder, msgspec.msgpack.encode(newer))
-    assert resume == wire.Resume(99, "trainer", "cuda:0", "worker")
+    assert resume == wire.Resume(99, "trainer", "cuda:0", "worker", "token")
 
 
 def test_an_older_resume_still_gives_its_version() -> None:
