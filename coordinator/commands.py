@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from coordinator.cli import run_coordinator
 from coordinator.roster import RESTARTS, Policy, Rule
 from shm_store.errors import ArgumentRefused, BudgetExceeded, LoadTimeout, NoCoordinator, listed
-from shm_store.keys import parse_key
+from shm_store.keys import parse_key, short_generation
 from shm_store.paths import SOCKET_VARIABLE, socket_path
 
 if TYPE_CHECKING:
@@ -223,10 +223,11 @@ def status(
 ) -> None:
     """Say what is held, by whom, and what it costs.
 
-    States: open, its size is not known yet; reserved, charged, and the kernel is asked for memory;
-    filling; ready; retired, replaced or invalidated but still held; freeing. "waiting" counts the
-    requests that wait for it, "waiting for" the keys that a process waits for. Ready weights that
-    nobody holds are retained: kept warm until room is needed.
+    Charged is what is taken from a pool's limit, whether anybody uses it or not. A generation is
+    named by the end of its id, `#1a`. States: open, its size is not known yet; reserved, charged,
+    and the kernel is asked for memory; filling; ready; retired, replaced or invalidated but still
+    held; freeing. "waiting" counts the requests that wait for it, "waiting for" the keys that a
+    process waits for. Ready weights that nobody holds are retained: kept warm until room is needed.
     """
     from coordinator.group_file import group_lines, read_group
 
@@ -299,7 +300,8 @@ def load(
         operator.release(granted)
         operator.flush()
     took_s = time.monotonic() - started_s
-    print(f"{key}: generation {granted.gen}, {size_text(granted.size_bytes)}, {took_s:.2f} s")
+    generation, size = short_generation(granted.gen), size_text(granted.size_bytes)
+    print(f"{key}: generation {generation}, {size}, {took_s:.2f} s")
 
 
 @app.command(cls=PlainCommand)
@@ -398,7 +400,7 @@ def limit(
         operator.limit(pool, limit_bytes)
         operator.flush()
         (changed,) = (found for found in operator.status().pools if found.name == pool)
-    print(f"{pool}: {size_text(changed.in_use_bytes)} in use of {size_text(limit_bytes)}")
+    print(f"{pool}: {size_text(changed.in_use_bytes)} charged of {size_text(limit_bytes)}")
 
 
 @app.command(cls=PlainCommand)

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from shm_store.errors import WeightCacheError, holders_text, listed
+from shm_store.keys import short_generation
 from shm_store.report import (
     GenerationReport,
     LeaseReport,
@@ -129,7 +130,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         table.add_row(
             finding.kind.replace("_", " "),
             plain(finding.key) or "-",
-            short_generation(finding.generation) if finding.generation else "-",
+            plain(short_generation(finding.generation)) if finding.generation else "-",
             _cut(process),
             *("-" if size is None else _short_size(size) for size in sizes),
         )
@@ -139,7 +140,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 def pools_table(pools: Sequence[PoolReport]) -> Table:
     """Return a table of budgets, and of what fills them: the kinds of which there is something."""
     kinds = [kind for kind in POOL_KINDS if any(getattr(pool, f"{kind}_bytes") for pool in pools)]
-    table = _table("pool", "limit", "in use", *kinds)
+    table = _table("pool", "limit", "charged", *kinds)
     for pool in pools:
         figures = [getattr(pool, f"{kind}_bytes") for kind in kinds]
         sizes = [pool.limit_bytes, pool.in_use_bytes, *figures]
@@ -158,7 +159,7 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
             holders.append(f"pid {generation.filled_by} builds it")
         table.add_row(
             plain(generation.key),
-            short_generation(generation.generation),
+            plain(short_generation(generation.generation)),
             _state_text(generation),
             _short_size(generation.size_bytes),
             "\n".join(holders) or "-",
@@ -198,11 +199,6 @@ def sessions_table(report: StatusReport) -> Table:
             "\n".join(plain(key) for key in session.waiting_for) or "-",
         )
     return table
-
-
-def short_generation(generation: str) -> str:
-    """Return what tells the generations of one coordinator apart: the end of the id."""
-    return plain(generation.rpartition("-")[2].lstrip("0")) or "0"
 
 
 def waiting_text(report: StatusReport, key: str, size_bytes: int) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpu_worker.records import ClaimId, LockId
 from shm_store.errors import CallerError
-from shm_store.keys import GenerationId, Key
+from shm_store.keys import GenerationId, Key, short_generation
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class ModelHandle:
         self._finalizer.detach()
 
     def __repr__(self) -> str:
-        return f"<ModelHandle {self.key!r} generation {self.generation}>"
+        return f"<ModelHandle {self.key!r} generation {short_generation(self.generation)}>"
 
 
 def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:

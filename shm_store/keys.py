@@ -57,6 +57,11 @@ def start_id(start_ns: int) -> str:
     return f"{start_ns:016x}"
 
 
+def short_generation(generation: str) -> str:
+    """Return what people read: the end of the id, which tells those of one coordinator apart."""
+    return "#" + (generation.rpartition("-")[2].lstrip("0") or "0")
+
+
 def version_fingerprint(version: str) -> Fingerprint:
     """Return the fingerprint of weights that their asker builds, from the version it gives them."""
     return Fingerprint(f"build:{version}")

@@ -49,8 +49,8 @@ def test_an_audit_names_what_differs_and_exits_with_1(coordinator: Coordinator, 
         code, out, err = run_here("audit", socket=coordinator.socket)
         assert (code, err) == (1, "")
         assert out.startswith("books and kernel differ: 1 generation, ")
-        assert re.search(rf"^fd held +k +1 +pid {other.pid} \(python\S*\) +- +-$", out, re.M)
-        charged = rf"^copied pages +k +1 +pid {holder.pid} \(python\S*\) +0 B +8\.0 KiB$"
+        assert re.search(rf"^fd held +k +#1 +pid {other.pid} \(python\S*\) +- +-$", out, re.M)
+        charged = rf"^copied pages +k +#1 +pid {holder.pid} \(python\S*\) +0 B +8\.0 KiB$"
         assert re.search(charged, out, re.M)
         assert "\ncopied pages are charged from now on, to the process that has " in out
         shown = run_here("status", socket=coordinator.socket)[1]

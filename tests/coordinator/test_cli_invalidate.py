@@ -135,7 +135,7 @@ def test_a_lowered_limit_frees_what_is_idle_and_leaves_what_is_held(
     (size_bytes,) = {generation.size_bytes for generation in peer.status().generations}
 
     shown = run_here("limit", "ram", "64KiB", socket=coordinator.socket)
-    assert shown == (0, f"ram: {size_text(size_bytes)} in use of 64.0 KiB\n", "")
+    assert shown == (0, f"ram: {size_text(size_bytes)} charged of 64.0 KiB\n", "")
     assert [generation.key for generation in peer.status().generations] == ["held"]
     assert coordinator.segment_blocks() == size_bytes > 64 * 1024
     peer.send(release)
@@ -169,7 +169,7 @@ def test_limit_returns_when_what_went_is_gone(path, run_here):
         shown = run_here("limit", "ram", "1KiB", socket=path)
         playing.join()
     assert heard == [Limit(1, "ram", 1024), Flush(2), Status(3)]
-    assert shown == (0, "ram: 2 B in use of 1.0 KiB\n", "")
+    assert shown == (0, "ram: 2 B charged of 1.0 KiB\n", "")
 
 
 def test_a_pool_that_is_not_there_is_refused(coordinator: Coordinator, run_here):

@@ -91,11 +91,11 @@ def test_load_leaves_the_weights_ready_and_unleased(coordinator, weights):
     assert found is not None
     assert (found.state, found.leases, found.pinned) == ("ready", (), False)
     line = only_line(done.stdout)
-    assert line.startswith(f"k: generation {found.generation}, 300.0 KiB, ") and line.endswith(" s")
+    assert line.startswith("k: generation #1, 300.0 KiB, ") and line.endswith(" s")
     assert found.size_bytes == coordinator.segment_blocks() == 300 * 1024
 
     again = run("load", "k", weights, "--socket", coordinator.socket)
-    assert found.generation in again.stdout
+    assert "generation #1, " in again.stdout
     assert coordinator.segment_blocks() == found.size_bytes
 
 

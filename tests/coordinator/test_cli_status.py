@@ -59,7 +59,7 @@ def test_status_for_people_names_key_holder_and_socket(coordinator, weights):
     for text in texts:
         assert text in shown
     assert granted.gen.endswith("-00000001")
-    assert re.search(r"^k +1 +ready ", shown, re.MULTILINE)
+    assert re.search(r"^k +#1 +ready ", shown, re.MULTILINE)
 
 
 def on_terminal(columns: int, *arguments: str) -> list[str]:
@@ -96,9 +96,9 @@ def test_tables_fit_in_80_columns(coordinator, weights):
     _, *status = on_terminal(80, "status", "--socket", coordinator.socket)
     assert all(len(line) <= 80 for line in status), status
     rows = [re.split(r" {2,}", line.strip()) for line in status]
-    assert ["pool", "limit", "in use", "leased"] in rows
+    assert ["pool", "limit", "charged", "leased"] in rows
     assert ["key", "generation", "state", "size", "held by", "waiting"] in rows
-    assert ["open", "2", "open", "0 B", f"pid {os.getpid()} builds it", "1"] in rows
+    assert ["open", "#2", "open", "0 B", f"pid {os.getpid()} builds it", "1"] in rows
     assert ["session", "pid", "name", "device", "waiting for"] in rows
 
     _, *refusal = on_terminal(
@@ -106,7 +106,7 @@ def test_tables_fit_in_80_columns(coordinator, weights):
     )
     refusal = [line for line in refusal if "pid" in line or "held by" in line]
     assert len(refusal) == 2 and all(len(line) <= 80 for line in refusal)
-    assert "stabilityai/sdxl/unet:bf16  1           ready, pinned  300 KiB  pid" in refusal[1]
+    assert "stabilityai/sdxl/unet:bf16  #1          ready, pinned  300 KiB  pid" in refusal[1]
 
 
 def test_an_interrupted_command_ends_with_130_and_without_a_word(path):

@@ -11,7 +11,6 @@ from coordinator.audit import AuditReport, Finding
 from coordinator.display import (
     LoadProgress,
     plain,
-    short_generation,
     show_audit,
     show_error,
     show_status,
@@ -66,7 +65,7 @@ def test_status_names_every_figure_holder_and_waiter(capsys):
     shown = capsys.readouterr().out
     for text in (
         "coordinator on /run/c.sock: draining",
-        "pool  limit    in use   leased   retained  filling\n",
+        "pool  limit    charged  leased   retained  filling\n",
         "ram   8.0 GiB  6.0 GiB  3.0 GiB  2.0 GiB   1.0 GiB\n",
         "sdxl/[bold]unet:eyes:",
         "ready, pinned",
@@ -115,7 +114,7 @@ def test_on_80_columns_nothing_is_broken_but_a_key_that_is_too_long(monkeypatch)
     show_status(crowded_report(), "s")
     lines = terminal.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80
-    assert lines[1] == "pool  limit     in use   leased   retained  filling  retired  freeing"
+    assert lines[1] == "pool  limit     charged  leased   retained  filling  retired  freeing"
     assert lines[3] == "ram   1000 GiB  800 GiB  123 GiB  200 GiB   101 GiB  160 GiB  216 GiB"
     heads = [line for line in lines if line.startswith(("key ", "session "))]
     words = ["key", "generation", "state", "size", "held", "by", "waiting"]
@@ -123,7 +122,7 @@ def test_on_80_columns_nothing_is_broken_but_a_key_that_is_too_long(monkeypatch)
     assert heads[1].split() == ["session", "pid", "name", "device", "waiting", "for"]
     first = lines.index(heads[0]) + 2
     rows = [" ".join(line.split()) for line in lines[first:]]
-    assert rows[0].endswith(" 1a ready, pinned 123 GiB pid 4194303 (118 min) 12")
+    assert rows[0].endswith(" #1a ready, pinned 123 GiB pid 4194303 (118 min) 12")
     assert rows[1].endswith(" pid 4194302 (278 h)")
     folded = [row.split()[0] for row in rows[: rows.index("")]]
     assert "".join(folded) == LONG_KEY + "k"
@@ -136,7 +135,7 @@ def test_a_refusals_table_fits_in_80_columns_too(monkeypatch):
     _, head, *rows = terminal.getvalue().splitlines()
     assert head.split() == ["key", "generation", "state", "size", "held", "by", "waiting"]
     assert max(len(line) for line in rows) <= 80
-    assert " ".join(rows[-1].split()) == "k 100 retired 1.0 GiB pid 4194303 (118 min) 0"
+    assert " ".join(rows[-1].split()) == "k #100 retired 1.0 GiB pid 4194303 (118 min) 0"
 
 
 def test_an_audit_fits_in_80_columns_and_no_process_steers_it(monkeypatch):
@@ -158,8 +157,8 @@ def test_an_audit_fits_in_80_columns_and_no_process_steers_it(monkeypatch):
     assert max(len(line) for line in lines[:-1]) <= 80
     rows = [" ".join(line.split()) for line in lines]
     assert "found key generation process books kernel" in rows
-    assert "freeing k 1a - - -" in rows
-    assert "copied pages k 1a pid 77 (python) 0 B 12.0 KiB" in rows
+    assert "freeing k #1a - - -" in rows
+    assert "copied pages k #1a pid 77 (python) 0 B 12.0 KiB" in rows
     assert lines[-1].endswith("pid 3 (x\\x1b]0;owned\\x07), and 2 more")
     assert "\x1b" not in terminal.getvalue()
 
@@ -167,7 +166,7 @@ def test_an_audit_fits_in_80_columns_and_no_process_steers_it(monkeypatch):
 def test_what_is_no_terminal_gets_whole_lines(capsys):
     show_status(crowded_report(), "s")
     shown = capsys.readouterr().out
-    assert f"\n{LONG_KEY}  1a " in shown and f"  {LONG_KEY}\n" in shown
+    assert f"\n{LONG_KEY}  #1a " in shown and f"  {LONG_KEY}\n" in shown
     assert ("a name " * 9).strip() in shown
 
 
@@ -176,16 +175,8 @@ def test_a_column_that_would_say_nothing_is_left_out(capsys):
     generation = GenerationReport("k", "1-1", "ready", 1, "ram", False, ())
     show_status(StatusReport(False, pools, (generation,), ()), "s")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "pool  limit    in use"
+    assert lines[1] == "pool  limit    charged"
     assert "key  generation  state  size  held by" in lines
-
-
-@pytest.mark.parametrize(
-    ("generation", "short"),
-    [("0000068e9fa334ad-0000001a", "1a"), ("00ff-00000100", "100"), ("x-0000", "0"), ("g7", "g7")],
-)
-def test_a_generation_is_told_by_the_end_of_its_id(generation, short):
-    assert short_generation(generation) == short
 
 
 def waiting_report(*generations: GenerationReport, waits: tuple[str, ...] = ()) -> StatusReport:

@@ -25,6 +25,7 @@ from shm_store.errors import (
     WeightsMissing,
     WorkerClosed,
 )
+from shm_store.keys import short_generation
 from tests.gpu_worker.served import WAIT_S, leases, skeleton, wait_until, write
 from tests.processes import running, segments_mapped_by
 
@@ -131,6 +132,9 @@ class TestLoad:
         assert len(made) == 1
         assert not hasattr(first, "module")
         assert first.generation == second.generation != ""
+        assert (
+            repr(first) == f"<ModelHandle {key!r} generation {short_generation(first.generation)}>"
+        )
 
     def test_a_hit_asks_nobody(self, served, worker, key, source):
         """It works while the coordinator is stopped."""

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shm_store.errors import KeyRefused
-from shm_store.keys import KEY_LIMIT_BYTES, RequestId, generation_id, parse_key
+from shm_store.keys import (
+    KEY_LIMIT_BYTES,
+    RequestId,
+    generation_id,
+    parse_key,
+    short_generation,
+)
 from shm_store.wire import Evict, decode, encode, session_decoder
 
 ODD_BUT_GOOD = [
@@ -97,3 +103,16 @@ def test_generation_ids_compare_by_age(one: tuple[int, int], other: tuple[int, i
     first, second = generation_id(*one), generation_id(*other)
     assert (first < second) == (one < other)
     assert (first == second) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("generation", "short"),
+    [
+        ("0000068e9fa334ad-0000001a", "#1a"),
+        ("00ff-00000100", "#100"),
+        ("x-0000", "#0"),
+        ("g7", "#g7"),
+    ],
+)
+def test_a_generation_is_told_by_the_end_of_its_id(generation: str, short: str) -> None:
+    assert short_generation(generation) == short
