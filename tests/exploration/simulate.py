@@ -25,18 +25,27 @@ STEPS_WITH_FAULTS = 200
 STEPS_TO_FINISH = 20_000
 
 
-def drawn(chance: random.Random) -> World:
-    """Return a random world. Programs end, and end what they began."""
+def drawn(seed: int, chance: random.Random) -> World:
+    """Return a random world. Programs end, and end what they began.
+
+    In every third, those who lose the connection come back, and coordinators may die.
+    """
     keys = "abcdef"[: chance.randint(1, 6)]
     pools = {"ram": 100, "vram": 100}
     programs = tuple(
         tuple(_program(chance, keys) for _ in range(chance.randint(1, 3)))
         for _ in range(chance.randint(1, 6))
     )
-    faults = {name: chance.randint(1, 3) for name in sorted(FAULTS) if chance.random() < 0.4}
+    names = sorted(FAULTS - {"crash", "impatient"})
+    faults = {name: chance.randint(1, 3) for name in names if chance.random() < 0.4}
     slow = frozenset(job for job in ("back", "seal", "free", "load") if chance.random() < 0.7)
     sizes = {key: chance.randint(1, 11) * 10 for key in keys}
-    return World("drawn", programs, sizes, pools, slow, faults)
+    if seed % 3:
+        return World("drawn", programs, sizes, pools, slow, faults)
+    more = random.Random(-seed)  # of its own, so that the other seeds stay what they were
+    faults |= {name: more.randint(1, 3) for name in ("crash", "impatient") if more.random() < 0.7}
+    store = more.random() < 0.5
+    return World("drawn", programs, sizes, pools, slow, faults, resumes=True, store=store)
 
 
 def _program(chance: random.Random, keys: str) -> Program:
@@ -72,7 +81,7 @@ def _other(chance: random.Random, key: str) -> Op:
 def simulate(seed: int) -> tuple[int, list[Action], str]:
     """Run one seed. Return how many steps it took, which, and what went wrong, if anything did."""
     chance = random.Random(seed)
-    system = System(drawn(chance))
+    system = System(drawn(seed, chance))
     taken: list[Action] = []
 
     def step(action: Action) -> None:

@@ -377,7 +377,8 @@ class Worker:
     def _stated_charges(self) -> Iterator[HeldCharge]:
         for thread in self.threads:
             for gen, lease in thread.charges:
-                (op,) = (op for op in thread.program.ops if op.what == "charge")
+                begun = thread.program.ops[: thread.pc + 1]
+                op = next(op for op in reversed(begun) if op.what == "charge")
                 yield HeldCharge(gen, lease, op.pool, op.key or "p", op.size)
 
     def can_unmapped(self) -> Iterator[Action]:

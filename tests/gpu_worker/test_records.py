@@ -184,6 +184,9 @@ class RecordsAgainstModel(RuleBasedStateMachine):
         for key, module in list(self.current.items()):
             if module in self.leaving and not self.uses[module]:
                 del self.current[key]
+        for record in dropped:
+            if record.going == "room":
+                self.records.lose(record)  # nobody else has its module
         for module in modules(dropped):
             assert module in self.alive, f"{module} was let go of twice"
             self.alive.remove(module)

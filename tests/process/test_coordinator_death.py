@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -249,3 +250,4 @@ def test_a_release_from_before_the_reconnect_ends_no_newer_lease(coordinator, st
     (generation,) = status().generations
     assert len(generation.leases) == 1
     Peer.attached.remove(first)
+    os.close(fd)
