@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.ledger.events import Attached, Disconnected, Offer, Resumed
+from coordinator.ledger.state import State
 from gpu_worker.records import Record, Records
 from shm_store.keys import GenerationId, version_fingerprint
 from shm_store.wire import (
@@ -65,7 +66,7 @@ class Worker:
 
     def actions(self) -> Iterator[Action]:
         """Yield what its reader, its keeper and its threads can do next."""
-        if not self.connected and self.host.world.resumes:
+        if not self.connected and self.host.world.resumes and self._may_come_back():
             yield ("reconnect", self.session)
         if self.to:
             yield ("reader", self.session)
@@ -74,6 +75,12 @@ class Worker:
         for thread in self.threads:
             if thread.can_go_on():
                 yield ("thread", self.session, thread.index)
+
+    def _may_come_back(self) -> bool:
+        """Say whether nothing is being freed that it has: else the server has it come again."""
+        table = self.host.ledger.generations
+        stated = (table.get(mapping.gen) for mapping in self.mappings)
+        return not any(known and known.state is State.FREEING for known in stated)
 
     # --- for its threads --------------------------------------------------------------------------
 
