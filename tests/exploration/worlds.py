@@ -372,25 +372,12 @@ RESTARTS = [
         slow=frozenset({"back", "seal"}),
     ),
     _crash(
-        "crash without a store: two builders",
-        (once(use("a", build=True)),),
-        (once(use("a", build=True)),),
-        slow=frozenset({"seal"}),
-        store=False,
-    ),
-    _crash(
         "crash: tensors that come and go",
         (once(op("state", "a"), op("drop", "a"), op("state", "a"), op("drop", "a")),),
         (once(use("a")),),
         slow=frozenset({"free"}),
     ),
     _crash("crash: room for one of two", (loop(use("a")),), (once(use("b")),), sizes=B),
-    _crash(
-        "crash: two versions",
-        (once(use("a", "v1", build=True)),),
-        (once(use("a", "v2", build=True)),),
-        sizes={"a": 30},
-    ),
     _crash(
         "crash: invalidate",
         (once(op("hold", "a"), op("end", "a")),),
@@ -447,3 +434,19 @@ RESTARTS = [
 """Coordinators that die, and connections that are lost."""
 
 SMALL += RESTARTS
+
+LARGE += [
+    _crash(
+        "crash without a store: two builders",
+        (once(use("a", build=True)),),
+        (once(use("a", build=True)),),
+        slow=frozenset({"seal"}),
+        store=False,
+    ),
+    _crash(
+        "crash: two versions",
+        (once(use("a", "v1", build=True)),),
+        (once(use("a", "v2", build=True)),),
+        sizes={"a": 30},
+    ),
+]
