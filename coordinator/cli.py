@@ -10,7 +10,7 @@ line. What cannot be said on standard error is dropped, and changes no exit code
     fact: typer, with the pydantic it needs, takes about 130 ms and 12 MB to import
     consequence: with it a coordinator needs twice the time to its ready line and half again the
     memory, for as long as it lives
-    choice: the two options of `serve` are read by hand; help, and what looks odd, is left to typer
+    choice: the options of `serve` are read by hand; help, and what looks odd, is left to typer
     cost: they are named twice, here and in `commands`; a test compares both readings
 """
 
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 SOCKET_OPTION = "--socket"
 BUDGET_OPTION = "--ram-budget"
+LEAVE_OPTION = "--leave-after"
+SERVE_OPTIONS = (SOCKET_OPTION, BUDGET_OPTION, LEAVE_OPTION)
 
 
 def main() -> None:
     """Run the command line and exit."""
-    _open_streams()
+    open_streams()
     try:
         try:
             _run(sys.argv[1:])
@@ -55,7 +57,7 @@ def _run(arguments: Sequence[str]) -> None:
     try:
         options = read_serve(arguments)
         if options is not None:
-            sys.exit(run_coordinator(options.get(SOCKET_OPTION), options.get(BUDGET_OPTION)))
+            sys.exit(run_coordinator(*map(options.get, SERVE_OPTIONS)))
         from coordinator.commands import app
 
         app(arguments, prog_name="weight-cache")
@@ -76,13 +78,13 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
         name, joined, value = argument.partition("=")
         if not joined:
             value = next(rest, "")
-        if name not in (SOCKET_OPTION, BUDGET_OPTION) or not value or value.startswith("-"):
+        if name not in SERVE_OPTIONS or not value or value.startswith("-"):
             return None
         options[name] = value
     return options
 
 
-def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
+def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str | None) -> int:
     """Run a coordinator in the foreground and return its exit code."""
     from coordinator import server
     from coordinator.config import Config
@@ -91,6 +93,7 @@ def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
     from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path
 
     budget_bytes = None if ram_budget is None else parse_size(ram_budget)
+    leave_after_s = None if leave_after is None else _parse_seconds(LEAVE_OPTION, leave_after)
     path = socket_path(socket)
     folder = os.path.dirname(path)
     # A directory that somebody chose is theirs to make; this one nobody else would.
@@ -107,7 +110,20 @@ def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
                 f"{folder} cannot be made: {error.strerror}",
                 remedy=f"choose a socket with {SOCKET_OPTION} or {SOCKET_VARIABLE}",
             ) from error
-    return server.serve(Config(path, budget_bytes))
+    return server.serve(Config(path, budget_bytes, leave_after_s=leave_after_s))
+
+
+def _parse_seconds(option: str, text: str) -> float:
+    from shm_store.errors import ArgumentRefused
+    from shm_store.wire import TIMEOUT_LIMIT_S
+
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= TIMEOUT_LIMIT_S:  # false for nan
+        raise ArgumentRefused(f"{option} takes seconds, more than 0, not {text!r}")
+    return seconds
 
 
 # --- the standard streams -----------------------------------------------------------------------
@@ -137,7 +153,7 @@ class _Errors(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     """Make `sys.stdout` and `sys.stderr` ours, unless somebody else has put theirs there."""
     # Were one of the three fds closed, the next socket or segment would get its number. Writing to
     # what is opened here fails, as it would without.

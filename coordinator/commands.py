@@ -125,12 +125,25 @@ def _before(
 
 
 @app.command(cls=PlainCommand)
-def serve(socket: Socket = None, ram_budget: RamBudget = None) -> None:
+def serve(
+    socket: Socket = None,
+    ram_budget: RamBudget = None,
+    leave_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S",
+            help="End, with 0, when no process has been attached for S seconds; retained weights "
+            "go with it. Default: stay.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Run a coordinator in the foreground until it is drained.
 
     INT and TERM end it at once, with exit code 0: what workers have mapped stays theirs.
+    `gpu_worker.attach(autostart=True)` runs one in the background, with --leave-after 1800.
     """
-    sys.exit(run_coordinator(socket, ram_budget))
+    sys.exit(run_coordinator(socket, ram_budget, leave_after))
 
 
 @app.command(

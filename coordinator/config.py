@@ -14,8 +14,10 @@ class Config:
         ram_budget_bytes: limit of the pool `ram`; None takes half of what this process may use.
         resume_patience_s: how long sessions of an earlier coordinator are waited for, before what
             they may have mapped is freed.
+        leave_after_s: end once no session has been there for so long; None stays for ever.
     """
 
     socket: str
     ram_budget_bytes: int | None = None
     resume_patience_s: float = 10.0
+    leave_after_s: float | None = None

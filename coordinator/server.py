@@ -130,6 +130,9 @@ class Server:
         self._events: list[Event] = []
         self._feeding = False
         self._timer: asyncio.TimerHandle | None = None
+        self._leave_after_s: float | None = None
+        self._leaving: asyncio.TimerHandle | None = None
+        """Set while nobody is here: when this coordinator ends."""
         self._allowed_uids = (os.geteuid(), 0)
         self._executor = Executor(loop, self, self.feed)
         self.ledger = new_ledger(time.clock_gettime_ns(time.CLOCK_BOOTTIME), {"ram": limit})
@@ -167,6 +170,29 @@ class Server:
             deadline_s = next_deadline_s(ledger)
             if deadline_s is not None:
                 self._timer = self._loop.call_at(deadline_s, self.feed, TimePassed())
+        self._mind_leaving()
+
+    # --- unused ---------------------------------------------------------------------------------
+
+    def leave_after(self, unused_s: float | None) -> None:
+        """End once nobody has been here for so long. None: never."""
+        self._leave_after_s = unused_s
+        self._mind_leaving()
+
+    def _mind_leaving(self) -> None:
+        """Have the time run while nobody is here, and stop it when somebody is."""
+        if self._leave_after_s is None:
+            return
+        if self._peers or self._silent or self.ledger.awaited:
+            if self._leaving is not None:
+                self._leaving.cancel()
+                self._leaving = None
+        elif self._leaving is None:
+            self._leaving = self._loop.call_later(self._leave_after_s, self._leave)
+
+    def _leave(self) -> None:
+        log.info("no session for %g s, so it ends", self._leave_after_s)
+        self.exit()
 
     # --- what the executor needs (executor.Sessions) ----------------------------------------------
 
@@ -261,6 +287,7 @@ class Server:
             return
         timer = self._loop.call_later(RESUME_LIMIT_S, self._end_silence, connection)
         self._silent[connection] = Silent(pid, timer)
+        self._mind_leaving()
 
     def _allowed_pid(self, accepted: Channel) -> int:
         """Return the pid of a peer that may attach.
@@ -297,6 +324,7 @@ class Server:
             silent.timer.cancel()
             if silent.statement is not None:
                 silent.statement.close()
+        self._mind_leaving()
 
     def _listen_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -463,10 +491,16 @@ class Server:
         await self._executor.close()
 
 
-def serve(config: Config) -> int:
+def serve(
+    config: Config, *, lock: int | None = None, ready: Callable[[], object] | None = None
+) -> int:
     """Run a coordinator in the foreground until it is drained or told to stop.
 
     Prints one line to standard output when it listens. Returns the exit code.
+
+    Args:
+        lock: what `take_lock` gave to the caller; it is this function's then.
+        ready: called when it listens.
 
     Raises:
         CoordinatorRunning: another coordinator has this socket.
@@ -477,7 +511,8 @@ def serve(config: Config) -> int:
     raise_fd_limit()
     # Were it inherited as ignored, the kernel would reap our children and keep their exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    lock = _lock(config.socket)
+    if lock is None:
+        lock = take_lock(config.socket)
     try:
         others = _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
         listener = channel.listen(config.socket)
@@ -486,7 +521,7 @@ def serve(config: Config) -> int:
         if limit is None:
             limit = default_ram_budget_bytes()
         try:
-            asyncio.run(_serve(config, listener, limit, others))
+            asyncio.run(_serve(config, listener, limit, others, ready))
         finally:
             # Whoever cleans up /tmp may have removed either, and another coordinator made its own.
             if _is_at(bound, config.socket):
@@ -498,14 +533,23 @@ def serve(config: Config) -> int:
     return 0
 
 
-async def _serve(config: Config, listener: socket.socket, limit: int, others: bool) -> None:
+async def _serve(
+    config: Config,
+    listener: socket.socket,
+    limit: int,
+    others: bool,
+    ready: Callable[[], object] | None,
+) -> None:
     loop = asyncio.get_running_loop()
     server = Server(loop, listener, limit)
     server.recover(others, config.resume_patience_s)
+    server.leave_after(config.leave_after_s)
     path = config.socket
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.exit)
     print(f"weight-cache: ready on {path} (ram budget {size_text(limit)})", flush=True)
+    if ready is not None:
+        ready()
     _tell(notify.ready)
     await server.stopped
     _tell(notify.stopping)
@@ -524,11 +568,15 @@ def _lock_path(path: str) -> str:
     return f"{path}.lock"
 
 
-def _lock(path: str) -> int:
+def take_lock(path: str) -> int:
     """Return the fd of the lock that makes this coordinator the only one on its socket.
 
     Held for life; the kernel drops it with the process. Unlinking a stale socket and binding anew
     is not enough by itself: several starters at once would all believe they won.
+
+    Raises:
+        CoordinatorRunning: another has it.
+        ArgumentRefused: there can be no such file.
     """
     while True:
         try:

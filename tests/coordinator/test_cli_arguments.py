@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from coordinator.cli import read_serve
+from coordinator.cli import SERVE_OPTIONS, read_serve
 from shm_store import errors
 from shm_store.paths import socket_path
 from tests.coordinator.command_line import only_line, run
@@ -68,6 +68,9 @@ def test_without_a_coordinator_every_command_says_what_to_do(arguments, path, ru
         ("serve", "--ram-budget", "-1"),
         ("limit", "ram", "-1"),
         ("serve", "--socket"),
+        ("serve", "--leave-after", "0"),
+        ("serve", "--leave-after", "nan"),
+        ("serve", "--leave-after", "soon"),
         ("serve", "extra"),
     ],
     ids=" ".join,
@@ -192,6 +195,7 @@ def test_the_version_is_printed():
         (["--socket=s", "--ram-budget=1GiB"], {"--socket": "s", "--ram-budget": "1GiB"}),
         (["--ram-budget", "1GiB", "--socket", "a=b"], {"--socket": "a=b", "--ram-budget": "1GiB"}),
         (["--socket", "a", "--socket", "b"], {"--socket": "b"}),
+        (["--leave-after", "1800"], {"--leave-after": "1800"}),
         (["--help"], None),
         (["--socket"], None),
         (["--socket="], None),
@@ -210,12 +214,12 @@ def test_both_readings_of_serve_agree(arguments, expected, monkeypatch):
         return
     read = []
 
-    def run_coordinator(socket: str | None, ram_budget: str | None) -> int:
-        read.append((socket, ram_budget))
+    def run_coordinator(*options: str | None) -> int:
+        read.append(options)
         return 0
 
     monkeypatch.setattr(commands, "run_coordinator", run_coordinator)
     with pytest.raises(SystemExit) as ended:
         commands.app(["serve", *arguments], prog_name="weight-cache")
     assert ended.value.code == 0
-    assert read == [(expected.get("--socket"), expected.get("--ram-budget"))]
+    assert read == [tuple(map(expected.get, SERVE_OPTIONS))]
