@@ -89,10 +89,12 @@ class Restarted:
 def coordinator(tmp_path):
     """Ends with 0 and in silence, its books equal to the kernel."""
     started = Restarted(str(tmp_path / "s"))
-    yield started
-    started.now.audit_quiet()
-    Peer.close_all()
-    code, stderr = started.now.stop()
+    try:
+        yield started
+        started.now.audit_quiet()
+    finally:
+        Peer.close_all()
+        code, stderr = started.now.stop()
     assert (code, "Traceback" in stderr) == (0, False), stderr
 
 
