@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpu_worker import arguments, registry
+from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
 from gpu_worker.handle import ModelHandle
 from gpu_worker.record_table import RecordTable, Wish
@@ -55,6 +57,7 @@ def attach(
     on_evict: Callable[[str, str, str], object] | None = None,
     on_hit: Callable[[str, str], object] | None = None,
     on_miss: Callable[[str], object] | None = None,
+    autostart: bool = False,
 ) -> Worker:
     """Attach this process to a coordinator.
 
@@ -86,11 +89,15 @@ def attach(
             All are called in whatever thread it happens, with no lock held. Let them return soon:
             while one runs in the thread that gives things back, nothing more is given back. What
             they raise is logged.
+        autostart: start a coordinator in the background if nobody answers on the socket. It is
+            nobody's child, and shared by all who come: of many that try at once, one is started. It
+            ends when no process has been attached for half an hour.
 
     Raises:
         ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
             none.
         NoCoordinator: nobody answers on the socket.
+        StartFailed: with `autostart`: so it is, and none could be started.
         CoordinatorLost: this process is attached already, and nobody answers any more.
         PeerForbidden: this user may not use that coordinator.
         VersionMismatch: it speaks another version.
@@ -114,7 +121,10 @@ def attach(
     )
     idle_s = arguments.timeout_s(idle_timeout, "idle_timeout")
     patience_s = arguments.patience_s(patience)
-    return Worker(socket_path(socket), name, str(device), callbacks, idle_s, patience_s)
+    arguments.check_flag("autostart", autostart)
+    place = socket_path(socket)
+    make = functools.partial(Worker, place, name, str(device), callbacks, idle_s, patience_s)
+    return attach_or_start(place, make) if autostart else make()
 
 
 class Worker:

@@ -367,6 +367,17 @@ class NoCoordinator(CoordinatorLost):
     code = "no_coordinator"
 
 
+class StartFailed(CoordinatorLost):
+    """There was none, and none could be started. `log` is the file that says more."""
+
+    code = "start_failed"
+    default_remedy = ""
+
+    def __init__(self, message: str, *, log: str = "", remedy: str | None = None) -> None:
+        super().__init__(message, remedy=f"see {log}" if log and remedy is None else remedy)
+        self.log = log
+
+
 class ConnectionLost(CoordinatorLost):
     """The coordinator went away. What this process has mapped stays valid."""
 

@@ -1,4 +1,4 @@
-"""Where the coordinator's socket is, for those who are not told."""
+"""Where the coordinator's socket is, for those who are not told, and where one logs."""
 
 from __future__ import annotations
 
@@ -54,3 +54,11 @@ def socket_path(chosen: str | os.PathLike[str] | None = None) -> str:
             remedy=f"leave it out, and {SOCKET_VARIABLE} or the default is used",
         )
     return path
+
+
+def log_path(socket: str) -> str:
+    """Return where a coordinator logs that runs in the background: one file for each socket."""
+    import platformdirs
+
+    name = os.path.abspath(socket).strip(os.sep).replace(os.sep, "%")
+    return os.path.join(platformdirs.user_log_dir("weight-cache"), f"{name}.log")

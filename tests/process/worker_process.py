@@ -89,12 +89,17 @@ class Nursery:
 
     def start(self, path: str, name: str) -> WorkerProcess:
         """A worker attached to the coordinator on `path`."""
+        worker = self.fork()
+        worker.do(ATTACHED, socket=path, name=name)
+        return worker
+
+    def fork(self) -> WorkerProcess:
+        """A process that is no worker yet, and has not imported `gpu_worker`."""
         assert self.process.stdin is not None
         self.process.stdin.write("start\n")
         self.process.stdin.flush()
         connected, _ = self.listener.accept()
         self.workers.append(WorkerProcess(connected))
-        self.workers[-1].do(ATTACHED, socket=path, name=name)
         return self.workers[-1]
 
     def end_workers(self) -> None:
