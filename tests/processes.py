@@ -57,12 +57,14 @@ class Coordinator:
 
     audited: ClassVar[list[Coordinator]] = []
 
-    def __init__(self, path: str, *arguments: str, **popen) -> None:
+    def __init__(
+        self, path: str, *arguments: str, program: Sequence[str] = ("-m", "coordinator"), **popen
+    ) -> None:
         self.socket = path
         self.unquiet = ""
         """Why `audit_quiet` looks at nothing, if it does not."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "coordinator", "serve", "--socket", path, *arguments],
+            [sys.executable, *program, "serve", "--socket", path, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
