@@ -115,9 +115,9 @@ class Place:
         return log.read_text()
 
     def end(self) -> None:
-        """End what a test left."""
+        """End what a test left, also one that does not mind TERM."""
         try:
-            self.coordinator().end()
+            self.coordinator().end(signal.SIGKILL)
         except NoCoordinator:
             pass
         wait_until(lambda: not self.processes())
