@@ -315,7 +315,9 @@ class Server:
         return silent + sum(peer.pid == pid for peer in self._peers.values())
 
     def _end_silence(self, connection: Connection) -> None:
-        connection.close(ProtocolViolation(f"no RESUME came within {RESUME_LIMIT_S:g} s"))
+        """Who was stopped in the middle of it comes again: that is no fault of his."""
+        late = f"who this is was not said within {RESUME_LIMIT_S:g} s"
+        connection.close(ResourceError(late, remedy="connect again"))
 
     def _spoke(self, connection: Connection) -> None:
         """Stop waiting for a connection's session. Without its timer the process can sleep."""
