@@ -28,7 +28,7 @@ from shm_store.wire import (
     Release,
     Revoke,
 )
-from tests.coordinator.launched import WAITS, Launched
+from tests.coordinator.launched import HELLO, WAITS, Launched
 from tests.processes import WAIT_S, Peer, fds_of, running
 
 PAGE = 4096
@@ -39,13 +39,19 @@ class Group:
 
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
-        launched.said("ready on")
+        launched.up(1)
         self.socket = launched.socket()
+        self.pid = launched.coordinator
 
     def crash(self) -> None:
         """Kill the coordinator, and wait for the next one."""
-        os.kill(self.launched.coordinator, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
+        self.launched.said("it is started again")
         self.launched.said("ready on")
+        deadline_s = time.monotonic() + WAIT_S
+        while self.launched.group.members[0].pid in (None, self.pid):
+            assert time.monotonic() < deadline_s
+        self.pid = self.launched.coordinator
 
     def peer(self, token: str, *held) -> Peer:
         return Peer(self.socket, token, token=token, held=held)
@@ -66,7 +72,7 @@ class Group:
 
 @pytest.fixture
 def group(launch):
-    started = Group(launch("--ram-budget", "1MiB", "--grace", "0.5", worker=WAITS))
+    started = Group(launch("--ram-budget", "1MiB", "--grace", "0.5", worker=f"{HELLO}\n{WAITS}"))
     yield started
     Peer.close_all()
     started.launched.send(signal.SIGTERM)
