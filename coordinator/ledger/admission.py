@@ -376,12 +376,12 @@ def _waits_for_room(turn: Turn, generation: Generation, session: SessionId) -> b
     Else those who let go and ask again would starve the head. But what somebody uses for long is
     not going, and one more holder makes no difference.
     """
+    if not generation.gives_way or session in generation.leases:
+        return False
     ledger = turn.ledger
     pool, refused_s = ledger.pools[generation.pool], generation.refused_s
     return (
-        generation.gives_way
-        and (refused_s is None or turn.now_s < refused_s + HELD_LONG_S)
-        and session not in generation.leases
+        (refused_s is None or turn.now_s < refused_s + HELD_LONG_S)
         and not ledger.pinned(generation)
         and _blocked_head(pool) is not None
         and not _waits_for_itself(ledger, pool)
