@@ -43,6 +43,7 @@ from coordinator.ledger.events import (
 )
 from coordinator.ledger.state import State
 from coordinator.memory import default_ram_budget_bytes
+from coordinator.program import UNKNOWN, program
 from coordinator.statement import Statement
 from coordinator.store import Found, pid_of
 from shm_store import channel, source
@@ -84,6 +85,10 @@ MESSAGE_LIMIT_BYTES = 1 << 20
 RESUME_LIMIT_S = 10.0
 """A connection that has not said who it is holds an fd for nobody."""
 
+FIRST_LOOK_S = 0.01
+LONGEST_LOOK_S = 60.0
+"""Between two looks whether a process that was lost runs another program by now."""
+
 OTHERS_PATIENCE_S = 2.0
 """How long those are waited for of whom nobody knows whether they are there."""
 
@@ -100,6 +105,7 @@ class Peer:
     pid: int
     pidfd: int
     token: str
+    program: int
 
 
 @dataclass(slots=True)
@@ -413,7 +419,7 @@ class Server:
         """Begin a session of a process. Takes over its pidfd."""
         self._last_session += 1
         session = SessionId(self._last_session)
-        self._peers[session] = Peer(None, pid, pidfd, token)
+        self._peers[session] = Peer(None, pid, pidfd, token, program(pid))
         if token:
             self._tokens[token] = session
         self._loop.add_reader(pidfd, self._process_ended, session)
@@ -463,10 +469,26 @@ class Server:
         self._spoke(connection)
         session = self._session_of.pop(connection, None)
         if session is not None:
-            self._peers[session].connection = None
+            peer = self._peers[session]
+            peer.connection = None
             self._log_unfinished(session)
             self._close_sources(session)
             self.feed(Disconnected(session))
+            self._look_for_exec(session, FIRST_LOOK_S)
+
+    def _look_for_exec(self, session: SessionId, next_s: float) -> None:
+        """End a session whose program was replaced. Until it comes back, look again and again.
+
+        What its process has closed by itself, it may have closed long before it executes another.
+        """
+        peer = self._peers.get(session)
+        if peer is None or peer.connection is not None or peer.program == UNKNOWN:
+            return
+        if program(peer.pid) not in (UNKNOWN, peer.program):
+            self.feed(SessionEnded(session))
+            return
+        later_s = min(2 * next_s, LONGEST_LOOK_S)
+        self._loop.call_later(next_s, self._look_for_exec, session, later_s)
 
     def _close_source(self, session: SessionId, rid: RequestId) -> None:
         fd = self._sources.pop((session, rid), None)

@@ -7,7 +7,7 @@ that is interrupted (KeyboardInterrupt) is raised once everybody has been told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_worker.records import EvictCause
@@ -33,14 +33,14 @@ class Callbacks:
     on_hit: Callable[[str, str], object] | None = None
     on_miss: Callable[[str], object] | None = None
 
-    def evicted(self, gone: Iterable[Evicted]) -> None:
-        """Tell of every eviction, whatever any of the calls raises."""
+    def evicted(self, gone: list[Evicted]) -> None:
+        """Tell of every eviction, whatever any of the calls raises. Takes each out of `gone`."""
         if self.on_evict is None:
             return
         interrupted: BaseException | None = None
-        for key, generation, cause in gone:
+        while gone:
             try:
-                _tell(self.on_evict, key, generation, cause)
+                _tell(self.on_evict, *gone.pop(0))
             except BaseException as error:  # from outside: the others are told first
                 interrupted = interrupted or error
         if interrupted is not None:

@@ -9,9 +9,10 @@ Rules
     fact: a forked child has this object, but neither thread, and any lock may be held in it for
     ever
     consequence: using it there would hang, or speak in the parent's name
-    choice: refuse by pid before any lock is touched, at the start of a call and after each callback
-    in it; the at-fork hook only closes fds
-    cost: a few getpid() per call
+    choice: the at-fork hook frees the locks and makes it a session of its own, as after an outage.
+    A call that was under way is its parent's: in the child it raises, by pid, at its next step
+    cost: a child that never needs it has two threads; and where processes are copied without hooks,
+    a call is refused
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpu_worker.leases import Holder
-from gpu_worker.reentry import owned, refuse_reentry
+from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Request
 from gpu_worker.session import Session
 from gpu_worker.waits import refuse_fork, steps
@@ -133,7 +134,7 @@ class Client:
         return False
 
     def _open(self, name: str, device: str) -> None:
-        self._session.hello = Resume(VERSION, name, device, token=os.urandom(16).hex())
+        self._session.introduce(Resume(VERSION, name, device))
         try:
             self._connection.open()
             self.leases.start()
@@ -277,7 +278,7 @@ class Client:
         """Refuse a caller that could only hang here.
 
         Raises:
-            ForkedProcess: a forked child with its parent's client.
+            ForkedProcess: a copy of its process, made without the hooks of os.fork.
             CallerError: called by a finalizer or a signal handler inside another call, or in one
                 of the session's own threads.
         """
@@ -318,11 +319,17 @@ class Client:
         self.keeper.stop(EXIT_TIMEOUT_S)
         self._connection.join(EXIT_TIMEOUT_S)
 
-    def forget_inherited(self) -> None:
-        """In a forked child: close what belongs to the parent. Touches no lock."""
-        for request in self._session.requests:
-            request.close()
-        self._connection.forget_inherited()
+    def after_fork(self) -> None:
+        """In a forked child: have all of it as its own, and begin to say so."""
+        self.pid = os.getpid()
+        free_after_fork(self._opening)
+        for worker in list(self.workers):
+            worker.after_fork(self.keeper)
+        self._session.after_fork()
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Say whether the coordinator has counted what a forked child has."""
+        return self._connection.wait_settled(timeout_s)
 
     # --- asking ---------------------------------------------------------------------------------
 
@@ -391,7 +398,7 @@ class Client:
             plan = publish.plan(build())
         finally:
             request.builder = None
-        refuse_fork(self.pid)
+        refuse_fork(request.pid)
         if not plan.groups:
             logger.warning(
                 "weight-cache: %r: build= returned no tensor; others get nothing either, until "
@@ -406,7 +413,7 @@ class Client:
         publish.fill(request.fd, plan)
 
     def _wait_for_keeper(self, done: queue.SimpleQueue[None], timeout_s: float) -> None:
-        for step_s in steps(timeout_s, self.pid):
+        for step_s in steps(timeout_s, os.getpid()):
             try:
                 return done.get(timeout=step_s)
             except queue.Empty:

@@ -106,7 +106,8 @@ class Connection:
         self._channel: Channel | None = None
         self._wake = -1
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
-        self._reader = threading.Thread(target=self._read, name="weight-cache-reader", daemon=True)
+        self._settled = threading.Event()
+        self._reader = self._new_reader()
 
     @property
     def runs_here(self) -> bool:
@@ -181,21 +182,48 @@ class Connection:
         with self.lock:
             self.away = None
             self._attempts = 0
+        self._settled.set()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the reader to end."""
         if self._reader.is_alive():
             self._reader.join(timeout_s)
 
-    def forget_inherited(self) -> None:
-        """In a forked child: close the parent's fds. Touches no lock, sends and ends nothing."""
-        if self.lost is None:
-            if self._channel is not None:
-                self._channel.close()
-            if self._wake >= 0:
-                os.close(self._wake)
-            for _, carried in self._outbox:
-                close_all(carried)
+    def after_fork(self) -> None:
+        """In a forked child: close the parent's fds, and begin to make a connection of its own.
+
+        One that was not made yet, or was closing, is lost. The lock is held.
+        """
+        if self.lost is not None:
+            return
+        if self._channel is not None:
+            self._channel.close()  # without a shutdown, as in `_hang_up`: it is the parent's
+            self._channel = None
+        self._drop_outbox()
+        self.farewell = self._broken = None
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+        if self.closing or not self.lasting:
+            self.closing, self.lost = True, WorkerClosed(CLOSED)
+            return
+        self.away, self.away_since_s = ConnectionLost("this process was forked"), time.monotonic()
+        self._attempts = 0
+        self._settled = threading.Event()
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            self.lost = FdsExhausted(f"no connection could be made: {error.strerror}")
+            return
+        self._reader = self._new_reader()
+        self._reader.start()
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Say whether somebody has answered after a fork, by then at the latest."""
+        return self.lost is not None or self._settled.wait(timeout_s)
+
+    def _new_reader(self) -> threading.Thread:
+        return threading.Thread(target=self._read, name="weight-cache-reader", daemon=True)
 
     def _alert(self) -> None:
         """Have the reader look at the outbox and at `closing`. The lock is held."""
@@ -215,7 +243,8 @@ class Connection:
         error = self.lost  # given up, by an exception from outside, while this thread started
         try:
             while error is None:
-                error = self._listen() or self._come_back()
+                # Without a channel, after a fork.
+                error = (self._channel and self._listen()) or self._come_back()
         except BaseException as bug:  # a reader that ends unnoticed would leave everyone waiting
             error = self._failed(bug)
         self._lose(error)

@@ -44,7 +44,6 @@ class Flights:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._pid = os.getpid()
         self._flights: dict[Key, Flight] = {}
         self._waits: dict[int, Flight] = {}
 
@@ -57,8 +56,6 @@ class Flights:
 
     def land(self, mine: Flight) -> None:
         """Forget `mine`, which is over, if it ever began, and wake those who wait for it."""
-        if os.getpid() != self._pid:
-            return  # the lock may be held for ever here, and nobody waits
         with self._lock:
             if self._flights.get(mine.key) is mine:
                 del self._flights[mine.key]
@@ -89,12 +86,21 @@ class Flights:
                         raise CallerError(f"the load of {step.key!r} waits for itself")
                     step = self._waits.get(step.thread)
                 self._waits[thread] = flight
-            for step_s in steps(left_s, self._pid):
+            for step_s in steps(left_s, os.getpid()):
                 if flight.over or flight.landed.wait(step_s):
                     return
             raise LoadTimeout(f"{flight.key!r} was not ready in time: another thread loads it")
         finally:
             self._waits.pop(thread, None)
+
+    def after_fork(self) -> None:
+        """In a forked child: none is under way, but those that this thread has forked in.
+
+        Of those the child is told as soon as it comes back, so they are over as well.
+        """
+        for flight in self._flights.values():
+            flight.over = True
+        self._flights, self._waits = {}, {}
 
     def refuse_in_skeleton(self, key: Key) -> None:
         """Refuse to go and wait for `key` while this thread builds a module. The lock is held.

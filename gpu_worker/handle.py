@@ -37,7 +37,7 @@ class ModelHandle:
         self._table = table
         self._claim = claim
         end = functools.partial(_end_claim, weakref.ref(table), claim)
-        self._finalizer = weakref.finalize(self, table.finalizers.queue.put, end)
+        self._finalizer = weakref.finalize(self, table.finalizers.put, end)
         self._finalizer.atexit = False
 
     def __enter__(self) -> torch.nn.Module:

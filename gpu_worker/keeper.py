@@ -14,7 +14,6 @@ may only enqueue: they run in any thread, inside any lock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import queue
@@ -27,6 +26,8 @@ from typing import Any
 from gpu_worker.callbacks import report
 
 Task = Callable[[], object]
+
+_NOTHING = object()
 
 SETTLE_ROUNDS = 16
 """Deeper than destructors that drop handles on modules whose destructors drop handles go."""
@@ -42,7 +43,10 @@ class _Timed:
 
 
 class Keeper:
-    """A daemon thread and its queue. `queue` takes `Mapping`s and `Task`s."""
+    """A daemon thread and its queue. `queue` takes `Mapping`s and `Task`s.
+
+    A forked child has another queue: a finalizer that may run there takes `put`.
+    """
 
     def __init__(self, end: Callable[[Any], None]) -> None:
         """Make a keeper that calls `end` for every mapping; `start` it before use."""
@@ -53,10 +57,33 @@ class Keeper:
         self._numbers = itertools.count()
         self._timed: list[_Timed] = []
         """A heap. The thread's own."""
-        self._thread = threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
+        self._at_hand: Any = _NOTHING
+        """What was taken from the queue, until it is done."""
+        self._thread = self._new_thread()
 
     def start(self) -> None:
         self._thread.start()
+
+    def after_fork(self, fresh: queue.SimpleQueue[Any]) -> None:
+        """In a forked child: go on with what was at hand, and with what is in the old queue.
+
+        That is of no use any more: the parent's thread may have had its lock for a moment. What was
+        to come at a time is forgotten: the heap may be half sorted.
+
+        Args:
+            fresh: the queue from now on.
+        """
+        old, self.queue = self.queue, fresh
+        while not old.empty():
+            fresh.put(old.get_nowait())
+        if self.runs_here:
+            self._at_hand = _NOTHING  # it has forked, and goes on with it when it returns
+        self._timed = []
+        self._thread = self._new_thread()
+        self._thread.start()
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
 
     @property
     def runs_here(self) -> bool:
@@ -110,16 +137,17 @@ class Keeper:
         leaving = False
         # What `call_settled` waits for puts itself behind what it finds, and so behind a `leave`.
         while not (leaving and self.queue.empty()):
-            item = self._next()
+            if self._at_hand is _NOTHING:
+                self._at_hand = self._next()
             if self._hurry:
                 return
-            if item is None:
+            if self._at_hand is None:
                 leaving = True
-                continue
-            try:
-                self.attempt(functools.partial(self._perform, item))
-            finally:
-                del item
+            else:
+                self.attempt(self._perform)
+            if self._thread is not threading.current_thread():
+                return  # its task has forked, and this is the child, which has a keeper
+            self._at_hand = _NOTHING
 
     def _next(self) -> Any:
         """Wait for what comes next: from the queue, or a task whose time has come."""
@@ -133,7 +161,8 @@ class Keeper:
                 continue
         return self.queue.get()
 
-    def _perform(self, item: Any) -> None:
+    def _perform(self) -> None:
+        item = self._at_hand
         if isinstance(item, _Timed):
             heapq.heappush(self._timed, item)
         elif callable(item):

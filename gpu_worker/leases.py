@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import queue
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
@@ -64,6 +65,9 @@ class Holder(Protocol):
     def retire(self, gen: GenerationId) -> None:
         """Hand a generation out no more. Runs destructors."""
 
+    def after_fork(self, keeper: Keeper) -> None:
+        """In a forked child: have its records as its own, without the threads that used them."""
+
 
 class Leases:
     """Every lease of one session. The connection's lock guards the charges."""
@@ -95,6 +99,19 @@ class Leases:
 
         self._mappings = MappingTable(self.keeper.queue)
         self.keeper.start()
+
+    def after_fork(self, new_lease: Callable[[], LeaseId]) -> None:
+        """In a forked child: have all of it as its own.
+
+        Private memory, too: the kernel shares it with the parent until one of them writes, so it is
+        counted once, until both have given it back.
+        """
+        assert self._mappings is not None
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._mappings.after_fork(new_lease, ended)
+        for charge in self._charges.values():
+            charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
+        self.keeper.after_fork(ended)
 
     @property
     def any(self) -> bool:
@@ -264,8 +281,12 @@ class Leases:
 
     def _answered(self, held: Mapping | Charge) -> bool:
         """Say whether it is still asked whether nothing uses it. From now on it is not."""
+        if isinstance(held, Charge):
+            with self._lock:
+                asked, held.asked = held.asked, "" if held.asked == "idle" else held.asked
+            return asked == "idle"
         assert self._mappings is not None
-        return not isinstance(held, Charge) and self._mappings.answered(held)
+        return self._mappings.answered(held)
 
     def _attempt(self, do: Callable[[GenerationId], object], gen: GenerationId) -> None:
         """Have a worker do it, whatever its callbacks raise."""

@@ -22,12 +22,13 @@ tensors over a map are made in `tensors`.
     cost: a keeper thread has to be there
 
     Note on fork
-    fact: a forked child inherits mappings, table and queue, but not the keeper
-    consequence: nothing reads the inherited queue; bytes stay mapped until the child ends, which
-    costs nothing while its parent maps them
-    choice: leave that queue unread. A child that attaches makes its own table and queue, and
-    `unmap` refuses to work on the parent's
-    cost: a child cannot give inherited bytes back
+    fact: a forked child inherits mappings, table and queue, and the keeper may be in the middle of
+    an unmapping: the kernel has done a step, and nobody has noted it
+    consequence: the child cannot know what is still mapped, and munmap of what is not could hit
+    what another thread has put there since
+    choice: nothing goes back to the kernel step by step: each step is replaced by a reservation,
+    which may be done twice, and that goes as a whole. Its child does all of it again
+    cost: the child keeps addresses reserved, but no memory, if the fork fell into that last call
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from gpu_worker.records import Asked
+from gpu_worker.reentry import free_after_fork
 from shm_store import segment
 from shm_store.errors import (
-    ForkedProcess,
     PlatformUnsupported,
     ResourceError,
     SegmentRefused,
@@ -120,6 +121,7 @@ class Mapping:
         "lease",
         "letting_go",
         "size_bytes",
+        "unmapped",
         "watched",
     )
 
@@ -155,6 +157,12 @@ class Mapping:
         self.size_bytes = len(buffer)
         self.fd = fd
         """-1 once it is unmapped."""
+        self.unmapped = False
+        """Nothing of it is mapped, though its addresses may be reserved."""
+        self.tell(ended, buffer)
+
+    def tell(self, ended: SimpleQueue[Mapping], buffer: Buffer) -> None:
+        """Have the end of `buffer` put this mapping into `ended`, and into no other queue."""
         # `put` ignores its second argument, which is the reference here.
         self.buffer = weakref.ref(buffer, functools.partial(ended.put, self))
 
@@ -175,14 +183,15 @@ class MappingTable:
 
     def __init__(self, ended: SimpleQueue[Any]) -> None:
         self._ended = ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._mappings: dict[GenerationId, Mapping] = {}
-        self._count = 0
-        self._pid = os.getpid()
+        self._there: set[Mapping] = set()
+        """Those not forgotten yet: the newest of each generation, and older ones on their way out.
+        """
 
     def __len__(self) -> int:
         """Return how many mappings are not forgotten yet, with or without live tensors."""
-        return self._count
+        return len(self._there)
 
     def granted(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
         """Take note of a grant, and return the bytes it is for. Call it in the order of frames.
@@ -299,18 +308,20 @@ class MappingTable:
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.
 
-        Raises:
-            ForkedProcess: the mapping belongs to the parent of this process. Nothing is unmapped.
+        In a forked child again, if the parent's keeper was at it; see the note on fork.
         """
-        if os.getpid() != self._pid:
-            raise ForkedProcess(f"generation {mapping.gen} was mapped by the parent process")
         assert mapping.buffer() is None, "unmapping under a live tensor ends the process"
-        end = mapping.address + round_up(mapping.size_bytes, PAGE_BYTES)
-        for start in range(mapping.address, end, UNMAP_STEP_BYTES):
-            _unmap(start, min(UNMAP_STEP_BYTES, end - start))
+        if not mapping.unmapped:
+            whole_bytes = round_up(mapping.size_bytes, PAGE_BYTES)
+            end = mapping.address + whole_bytes
+            for start in range(mapping.address, end, UNMAP_STEP_BYTES):
+                _reserve(start, min(UNMAP_STEP_BYTES, end - start))
+            mapping.unmapped = True
+            _unmap(mapping.address, whole_bytes)
         with self._lock:
             fd, mapping.fd = mapping.fd, -1
-        os.close(fd)  # before the RELEASE, or the memory would stay when the books call it free
+        if fd >= 0:
+            os.close(fd)  # before the RELEASE, or the memory would stay when it is called free
 
     def forget(self, mapping: Mapping) -> LeaseId:
         """Count a mapping that was unmapped no longer, and return the lease to release for it.
@@ -319,10 +330,22 @@ class MappingTable:
         find none while that release is still to be sent.
         """
         with self._lock:
-            self._count -= 1
+            self._there.discard(mapping)
             if self._mappings.get(mapping.gen) is mapping:
                 del self._mappings[mapping.gen]
             return mapping.lease
+
+    def after_fork(self, new_lease: Callable[[], LeaseId], ended: SimpleQueue[Any]) -> None:
+        """In a forked child: have all of it as its own, under leases that nobody knows yet."""
+        free_after_fork(self._lock)
+        self._ended = ended
+        for mapping in self._there:
+            buffer = mapping.buffer()
+            if buffer is not None:
+                mapping.tell(ended, buffer)
+            mapping.lease, mapping.letting_go, mapping.watched = new_lease(), False, []
+            if mapping.asked != "stale":
+                mapping.asked = ""
 
     def _map(self, gen: GenerationId, lease: LeaseId, fd: int) -> Buffer:
         try:
@@ -337,7 +360,7 @@ class MappingTable:
         buffer = map_segment(fd, size_bytes)
         mapping = Mapping(gen, preamble.key, lease, buffer, self._ended, fd)
         self._mappings[gen] = mapping
-        self._count += 1
+        self._there.add(mapping)
         return mapping.hand_out(buffer)
 
 
@@ -368,7 +391,7 @@ def map_segment(fd: int, size_bytes: int) -> Buffer:
         raise SegmentRefused(f"a segment of {size_bytes} bytes has {actual_bytes}")
     mapped_bytes = round_up(size_bytes, PAGE_BYTES)
     reserved_bytes = mapped_bytes + HUGE_PAGE_BYTES
-    reserved = _map(0, reserved_bytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
+    reserved = _reserve(0, reserved_bytes)
     address = round_up(reserved, HUGE_PAGE_BYTES)
     try:
         _map(address, mapped_bytes, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd)
@@ -396,6 +419,12 @@ def _map(address: int, size_bytes: int, protection: int, flags: int, fd: int) ->
             )
         raise SegmentRefused(f"the segment cannot be mapped: {os.strerror(code)}")
     return int(mapped)
+
+
+def _reserve(address: int, size_bytes: int) -> int:
+    """Reserve addresses, instead of what is mapped there; at 0, anywhere. Returns where."""
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | (_MAP_FIXED if address else 0)
+    return _map(address, size_bytes, _PROT_NONE, flags, -1)
 
 
 def _unmap(address: int, size_bytes: int) -> None:

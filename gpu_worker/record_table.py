@@ -31,7 +31,7 @@ from gpu_worker.keeper import Keeper
 from gpu_worker.leases import Seen
 from gpu_worker.loaded import Loaded
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
-from gpu_worker.reentry import owned, refuse_reentry
+from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
 from gpu_worker.request import Ask, Charge, Progress
 from gpu_worker.waits import refuse_fork
 from shm_store.errors import CallerError, WorkerClosed, listed
@@ -49,19 +49,6 @@ IDLE_STEP_S = 0.02
 
 RAM = "ram"
 """The pool that private weights are charged to."""
-
-
-_this_pid = os.getpid()
-"""As getpid() says, without the system call, for locks alone: it costs as much as half of one."""
-
-
-def _note_fork() -> None:
-    global _this_pid
-    _this_pid = os.getpid()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Caller(threading.local):
@@ -214,8 +201,8 @@ class RecordTable:
 
     def lock(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
         """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
-        if _this_pid != self.client.pid or owned(self._lock):
-            self.check_caller()  # says which
+        if owned(self._lock):
+            refuse_reentry()
         with self._lock:
             module = self._records.lock(claim, lock, _caller.thread).module
         assert module is not None  # what is claimed is kept
@@ -231,8 +218,6 @@ class RecordTable:
         `chosen` is empty, and gets that lock; called again with it, this ends no other one.
         As `_settle`, but spelt out: this and `lock` are in the user's hot path.
         """
-        if _this_pid != self.client.pid:
-            return
         if owned(self._lock):
             self.client.keeper.put(functools.partial(self.unlock_last, claim, chosen))
             return
@@ -286,6 +271,15 @@ class RecordTable:
             if record is not None:
                 record.module.revive()
 
+    def after_fork(self, keeper: Keeper) -> None:
+        """In a forked child: have these records as its own, claims and locks included."""
+        free_after_fork(self._lock)
+        self._flights.after_fork()
+        for record in self._records.unasked():
+            record.module.revive()
+        if self._idle_s is not None:
+            keeper.put_at(time.monotonic() + self._idle_s, _expiring(self))
+
     def _expire(self) -> None:
         """Evict what was unused for `idle_timeout`, and come again when more could be."""
         assert self._idle_s is not None
@@ -305,7 +299,7 @@ class RecordTable:
         self, claim: ClaimId, wish: Wish, timeout_s: float | None, flight: Flight
     ) -> Record[Loaded]:
         """Ask the coordinator, and make the record unless there is one of that generation."""
-        key, whose = wish.ask.key, _caller.thread
+        key, whose, pid = wish.ask.key, _caller.thread, os.getpid()
         self._callbacks.miss(key)
         from gpu_worker import module
 
@@ -326,7 +320,7 @@ class RecordTable:
             assembled = module.assemble(
                 key, wish.skeleton, granted.buffer, wish.train, granted.left_s
             )
-        refuse_fork(self.client.pid)
+        refuse_fork(pid)
         if assembled.unexpected:
             logger.info(
                 "weight-cache: %r: the weights have %d tensor(s) that the skeleton does not use: "
@@ -362,8 +356,6 @@ class RecordTable:
 
     def _settle(self, end: Callable[[], list[Record[Loaded]]]) -> None:
         """End a use of a record. What is let go of is destroyed after the lock is free."""
-        if os.getpid() != self.client.pid:
-            return  # what a forked child inherited is its parent's to end
         if owned(self._lock):
             # Inside another call of this thread, as by a finalizer: the keeper does it after that.
             self.client.keeper.put(functools.partial(self._settle, end))

@@ -264,6 +264,13 @@ class Records(Generic[Module]):
         record.going = None
         return record
 
+    def unasked(self) -> list[Record[Module]]:
+        """Return the records that were to make room: nobody asks for that any more."""
+        asked = [record for record in self._current.values() if record.going == "room"]
+        for record in asked:
+            record.going = None
+        return asked
+
     def lose(self, record: Record[Module], claim: ClaimId | None = None) -> None:
         """Hand a record out no more whose module is gone, and end a claim that came too late."""
         if claim is not None:

@@ -19,6 +19,16 @@ def owned(lock: threading.RLock) -> bool:
     return bool(lock._is_owned())  # type: ignore[attr-defined]
 
 
+def free_after_fork(lock: threading.RLock) -> None:
+    """In a forked child: free a lock that another thread held, which is not there to do it.
+
+    One that the forking thread holds is left alone: a handler of a signal has forked inside a call
+    of ours, which goes on in the child and frees it.
+    """
+    if not owned(lock):
+        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
+
+
 def refuse_reentry() -> NoReturn:
     """Raise what a call gets that would have to wait for the very call it interrupted."""
     raise CallerError(

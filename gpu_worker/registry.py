@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
+import time
 import weakref
 
+from gpu_worker.callbacks import report
 from gpu_worker.client import Client
 from gpu_worker.leases import Holder
+from gpu_worker.reentry import free_after_fork
 from shm_store.errors import ConnectionLost
+
+logger = logging.getLogger("gpu_worker")
 
 _registry = threading.RLock()
 """Guards `_clients` and every `Client.workers`. Held for a few lines, never while waiting."""
+
+FORK_WAIT_S = 0.2
+"""The longest that a fork is held up in the child."""
 
 _clients: dict[str, Client] = {}
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -65,7 +74,7 @@ def leave(client: Client, worker: Holder) -> None:
 def _look_after(worker: Holder, client: Client) -> None:
     """Have the keeper look whether `client` is unused once `worker` is gone without leaving."""
     check = functools.partial(_close_if_unused, client)
-    weakref.finalize(worker, client.keeper.queue.put, check).atexit = False
+    weakref.finalize(worker, client.keeper.put, check).atexit = False
 
 
 def _close_if_unused(client: Client) -> None:
@@ -82,15 +91,25 @@ def _stop_all() -> None:
             client.stop()
 
 
-def _forget_all() -> None:
-    """In a forked child: start with no connection and an unheld lock."""
-    global _registry
-    _registry = threading.RLock()
-    for client in list(_clients.values()):
-        client.forget_inherited()
-    _clients.clear()
+def _after_fork() -> None:
+    """In a forked child: have every session counted that it has now, before anything else runs.
+
+    Without a coordinator that answers at once, the child goes on: it is counted as soon as one
+    does.
+    """
+    deadline_s = time.monotonic() + FORK_WAIT_S
+    try:
+        free_after_fork(_registry)
+        clients = list(_alive)
+        for client in clients:
+            client.after_fork()
+        late = [one for one in clients if not one.wait_attached(deadline_s - time.monotonic())]
+        for client in late:
+            logger.info("the coordinator on %s has not answered a forked child yet", client.path)
+    except Exception as error:  # it would be printed where nobody looks for it
+        report("a forked child could not be attached", error)
 
 
 atexit.register(_stop_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -69,6 +69,14 @@ class RequestTable:
             self.add(request)
         return fills, others
 
+    def after_fork(self) -> None:
+        """In a forked child: forget the parent's requests, and what has come for them."""
+        requests, self._requests = list(self), {}
+        for request in requests:
+            request.close()
+            while not request.inbox.empty():
+                request.inbox.get_nowait()
+
     def impatient(self, now_s: float, outage_since_s: float) -> tuple[list[Request], float]:
         """Return those who have waited too long in an outage, each once, and when the next will.
 

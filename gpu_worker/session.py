@@ -22,8 +22,11 @@ import time
 import weakref
 from collections.abc import Callable
 
+import msgspec
+
 from gpu_worker.connection import CLOSED, Connection
 from gpu_worker.leases import Holder, Leases
+from gpu_worker.reentry import free_after_fork
 from gpu_worker.request import Granted, Reply, Request, Step
 from gpu_worker.request_table import RequestTable
 from gpu_worker.statement import post_statement
@@ -83,14 +86,13 @@ class Session:
             patience_s: how long a call waits while no coordinator answers.
         """
         self.path = path
-        self.pid = os.getpid()
         self.patience_s = patience_s
         self.connection = Connection(path, self, patience_s)
         self.lock = self.connection.lock
         self.leases = Leases(self.connection, workers, unused)
         self.requests = RequestTable()
         self.hello = Resume(VERSION)
-        """Who it is. Its token is the same on each connection."""
+        """Who it is. Its token is the same on each connection, and another one in each process."""
         self.stopped = False
         self._workers = workers
         self._unused = unused
@@ -101,6 +103,20 @@ class Session:
     def over(self) -> bool:
         """Whether nothing can be asked through this any more."""
         return self.connection.closing or self.connection.lost is not None
+
+    def introduce(self, hello: Resume) -> None:
+        """Say on each connection from now on that this is `hello`, under a token of its own."""
+        self.hello = msgspec.structs.replace(hello, token=os.urandom(16).hex())
+
+    def after_fork(self) -> None:
+        """In a forked child: be another session, which has what its parent's had but requests."""
+        free_after_fork(self.lock)
+        with self.lock:
+            self.requests.after_fork()
+            self.introduce(self.hello)
+            self.connection.after_fork()
+            if not self.connection.closing:
+                self.leases.after_fork(lambda: LeaseId(self.requests.next_rid()))
 
     # --- asking ---------------------------------------------------------------------------------
 
@@ -162,7 +178,7 @@ class Session:
 
     def put_away(self, request: Request) -> None:
         """Its asker is through with a request; its final answer may still be to come."""
-        if os.getpid() != self.pid:
+        if os.getpid() != request.pid:
             return  # its fds are closed here, and it is the parent's
         with self.lock:
             request.wanted = False
@@ -172,7 +188,7 @@ class Session:
 
     def give_up(self, request: Request) -> None:
         """Nobody waits any more. Before SPACE that is CANCEL, or ABORT of a ticket; then ABORT."""
-        if os.getpid() != self.pid:
+        if os.getpid() != request.pid:
             return  # it is the parent's, which goes on with it
         with self.lock:
             request.wanted = False

@@ -60,19 +60,15 @@ def _room(ledger: Ledger) -> list[str]:
 def _leases(ledger: Ledger) -> list[str]:
     """Laws 3 to 5: only sealed bytes are leased, by sessions that exist, once each.
 
-    Rules 9 and 11: who leases what is retired was told; a private charge is of one process.
+    Rules 9 and 11: who leases what is retired was told. A private charge is somebody's.
     """
     found = []
     for generation in ledger.generations.values():
         for lease in generation.leases.values():
             if generation.state is State.RETIRED and lease.asked != "stale":
                 found.append(f"{generation.id} is retired, and lease {lease.id} was not told")
-        if (
-            generation.private
-            and generation.state is not State.OPEN
-            and len(generation.leases) != 1
-        ):
-            found.append(f"private {generation.id} has {len(generation.leases)} holders")
+        if generation.private and generation.state is not State.OPEN and not generation.leases:
+            found.append(f"private {generation.id} has no holder")
         if generation.leases and generation.state not in LEASABLE:
             found.append(f"{generation.id} is {generation.state.value} and leased")
         if generation.state is State.RETIRED and not (generation.leases or ledger.awaited):

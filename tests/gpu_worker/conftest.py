@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 import gpu_worker
@@ -9,6 +11,7 @@ from gpu_worker.request import Ask
 from shm_store.wire import Acquire
 from tests.gpu_worker.served import write
 from tests.gpu_worker.spoken import SpokenCoordinator, built
+from tests.gpu_worker.template import ATTACHED, Template
 from tests.processes import Peer, running
 
 
@@ -66,3 +69,24 @@ def key(request) -> str:
 def source(tmp_path) -> str:
     """A checkpoint for `served.skeleton`, all ones."""
     return write(tmp_path / "linear.safetensors", 1.0)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    started = Template(tmp_path_factory.mktemp("template"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def run(served, template):
+    """Runs a script that has attached; it must say nothing on stderr."""
+
+    def run(script: str, socket: str = served.socket, *arguments: str) -> str:
+        whole = textwrap.dedent(ATTACHED) + textwrap.dedent(script)
+        code, stdout, stderr = template.run(whole, socket, *arguments)
+        print(stderr)  # whole, if this fails
+        assert (code, stderr) == (0, "")
+        return stdout
+
+    return run

@@ -15,6 +15,20 @@ from pathlib import Path
 
 from tests.processes import ROOT
 
+ATTACHED = """
+    import os, sys, warnings
+    import torch, gpu_worker
+    from gpu_worker import ForkedProcess
+    # Python 3.12 warns of every fork beside threads: that is what is tried here.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    worker = gpu_worker.attach(sys.argv[1])
+    def skeleton():
+        return torch.nn.Linear(3, 2)
+    def load():
+        return worker.load("linear", skeleton=skeleton, build=skeleton)
+"""
+"""What a script may begin with. Its first argument is the coordinator's socket."""
+
 
 class Template:
     """Starts the process; `run` has a copy of it run a script."""

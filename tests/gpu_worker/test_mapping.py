@@ -19,9 +19,9 @@ from gpu_worker import mapping
 from gpu_worker.mapping import MappingTable
 from gpu_worker.tensors import tensors
 from shm_store import segment
-from shm_store.errors import ForkedProcess, ResourceError, SegmentRefused
+from shm_store.errors import ResourceError, SegmentRefused
 from shm_store.keys import GenerationId, LeaseId
-from shm_store.layout import HUGE_PAGE_BYTES
+from shm_store.layout import HUGE_PAGE_BYTES, PAGE_BYTES
 from tests.gpu_worker.sealed import GEN, KEY, mapped, maps_of, seal
 
 
@@ -372,17 +372,17 @@ def test_copies_do_not_keep_a_map(keeper, fd):
 
 def test_a_large_map_is_unmapped_in_steps(keeper, fd, monkeypatch):
     steps = []
-    real = mapping._unmap
+    real = mapping._reserve
 
     def note(address, size_bytes):
         steps.append((address, size_bytes))
-        real(address, size_bytes)
+        return real(address, size_bytes)
 
     buffer = keeper.grant(7, fd)
     address, size_bytes = ctypes.addressof(buffer), len(buffer)
     del buffer
     monkeypatch.setattr(mapping, "UNMAP_STEP_BYTES", 1024 * 1024)
-    monkeypatch.setattr(mapping, "_unmap", note)
+    monkeypatch.setattr(mapping, "_reserve", note)
     assert keeper.release() == [7]
     assert max(size for _, size in steps) == 1024 * 1024
     assert [start for start, _ in steps] == list(range(address, address + size_bytes, 1024 * 1024))
@@ -402,21 +402,31 @@ def test_the_end_of_a_buffer_runs_no_python_code(keeper, fd):
     assert keeper.release() == [7]
 
 
-def test_a_forked_child_cannot_unmap_for_its_parent(keeper, fd):
-    """What the parent's queue held at the fork, and what ends in the child, stays mapped there."""
+def test_an_unmapping_that_a_fork_cut_short_is_done_again(keeper, fd, monkeypatch):
+    """Neither what was done is undone, nor what another thread has mapped there since."""
+    real, failing = mapping._reserve, [False, True]
+
+    def reserve(address, size_bytes):
+        if failing.pop(0):
+            raise KeyboardInterrupt
+        return real(address, size_bytes)
+
+    monkeypatch.setattr(mapping, "UNMAP_STEP_BYTES", 1024 * 1024)
     keeper.grant(7, fd)
     ended = keeper.ended.get()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            keeper.table.unmap(ended)
-        except ForkedProcess:
-            status = 0 if len(maps_of(GEN)) == 1 else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    monkeypatch.setattr(mapping, "_reserve", reserve)
+    with pytest.raises(KeyboardInterrupt):
+        keeper.table.unmap(ended)
+    assert len(maps_of(GEN)) == 1
+    monkeypatch.setattr(mapping, "_reserve", real)
+    keeper.table.unmap(ended)
+    assert not maps_of(GEN)
+    flags = mapping._MAP_PRIVATE | mapping._MAP_ANONYMOUS | mapping._MAP_FIXED
+    mapping._map(ended.address, PAGE_BYTES, mapping._PROT_READ_WRITE, flags, -1)
+    ctypes.memset(ended.address, 5, 1)
     assert end(keeper.table, ended) == 7
+    assert ctypes.string_at(ended.address, 1) == b"\5"
+    mapping._unmap(ended.address, PAGE_BYTES)
 
 
 SCRIPT = """
