@@ -68,7 +68,7 @@ class Keeper:
         """In a forked child: go on with what was at hand, and with what is in the old queue.
 
         That is of no use any more: the parent's thread may have had its lock for a moment. What was
-        to come at a time is forgotten: the heap may be half sorted.
+        to come at a time is forgotten: the heap may be half sorted. So every task may be done twice.
 
         Args:
             fresh: the queue from now on.
@@ -76,8 +76,6 @@ class Keeper:
         old, self.queue = self.queue, fresh
         while not old.empty():
             fresh.put(old.get_nowait())
-        if self.runs_here:
-            self._at_hand = _NOTHING  # it has forked, and goes on with it when it returns
         self._timed = []
         self._thread = self._new_thread()
         self._thread.start()

@@ -482,7 +482,11 @@ class TestOtherThreads:
             handle = load()
             held, over = threading.Event(), threading.Event()
             def hold():
-                with registry._registry, worker._client._lock, worker._table._lock:
+                client, table = worker._client, worker._table
+                with (
+                    registry._registry, client._opening, client._lock, table._lock,
+                    client.leases._mappings._lock,
+                ):
                     held.set()
                     over.wait()
             threading.Thread(target=hold).start()
