@@ -271,7 +271,7 @@ class RecordTable:
             loaded = record.module
             elsewhere = loaded.elsewhere
             record.watched = used or elsewhere
-            return Seen(id(record), loaded.weights, used, elsewhere)
+            return Seen(id(record), loaded.weights, used, elsewhere, loaded.garbage)
 
     def make_room(self, gen: GenerationId) -> None:
         """Let go of a generation as soon as it is idle."""
@@ -336,6 +336,8 @@ class RecordTable:
                 listed(assembled.unexpected),
             )
         loaded = Loaded(assembled.module, wish.train, assembled.unexpected, weights)
+        del assembled  # it has the module, too
+        loaded.count_itself()
         record = Record(key, gen, wish.origin, loaded)
         with self._lock:
             # What the coordinator asks from now on finds the record.

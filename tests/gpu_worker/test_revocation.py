@@ -62,6 +62,21 @@ def file(tmp_path):
     return str(path)
 
 
+def looped() -> torch.nn.Linear:
+    """A module in a cycle. An idle process would not collect it by itself."""
+    made = wide()
+    made.__dict__["itself"] = made
+    return made
+
+
+@pytest.fixture
+def uncollected():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def asks(other: Peer, key: str, path: str, timeout_s: float = WAIT_S) -> int:
     """Send an ACQUIRE and do not wait for its answer."""
     with open(path, "rb") as source:
@@ -100,22 +115,47 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    @pytest.mark.usefixtures("uncollected")
     def test_a_module_in_a_cycle_makes_room_too(self, worker, other, file, told):
-        """An idle process would not collect it by itself."""
+        with worker.use("mine", skeleton=looped, source=file):
+            pass
+        assert isinstance(other.load("theirs", file), Grant)
+        assert told == [("mine", "room")]
 
-        def looped() -> torch.nn.Linear:
-            made = wide()
-            made.__dict__["itself"] = made
-            return made
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_module_in_a_cycle_makes_room_when_a_name_for_it_is_gone(
+        self, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=looped, source=file) as module:
+            pass
+        asks(other, "theirs", file)
+        wait_until(lambda: weakly_kept(worker))
+        assert told == []
+        del module
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
 
-        gc.collect()
-        gc.disable()
-        try:
-            with worker.use("mine", skeleton=looped, source=file):
-                pass
-            assert isinstance(other.load("theirs", file), Grant)
-        finally:
-            gc.enable()
+    @pytest.mark.usefixtures("uncollected")
+    def test_an_evicted_module_in_a_cycle_makes_room_too(self, worker, other, file):
+        with worker.use("mine", skeleton=looped, source=file):
+            pass
+        assert worker.evict("mine") is True
+        assert isinstance(other.load("theirs", file), Grant)
+
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_module_in_a_cycle_can_be_idle_beside_those_of_others(
+        self, coordinator, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=looped, source=file):
+            pass
+        peer = Peer(coordinator.socket, "peer")
+        gen, lease = _lease(peer.load("mine", file))
+        asks(other, "theirs", file)
+        peer.expect(Revoke)
+        peer.send(Ack(gen, lease, "idle", idle=True))
+        assert peer.expect(Revoke).asked == "room"
+        peer.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
     def test_an_interrupt_in_the_last_use_keeps_no_room(
@@ -199,9 +239,7 @@ class TestRoom:
         wait_until(lambda: other_answer(peer, worker) == "idle")
         worker.flush()
         assert told == []
-        del module
-        with worker.use("mine", skeleton=wide, source=file):
-            pass
+        del module  # nobody hears of that, and the module need not be used again
         assert peer.expect(Revoke).asked == "room"
         peer.send(Release(gen, lease))
         assert isinstance(other.expect(Grant), Grant)
@@ -358,6 +396,18 @@ class TestGenerations:
         other.send(Invalidate(other.next_rid(), "mine", WAIT_S))
         assert other.expect(Done).keys == ("mine",)
         wait_until(lambda: told == [("mine", "invalidated")])
+
+    @pytest.mark.parametrize("when", ["idle", "in use"])
+    @pytest.mark.usefixtures("uncollected")
+    def test_an_invalidated_module_in_a_cycle_goes_too(self, worker, other, file, told, when):
+        handle = worker.load("mine", skeleton=looped, source=file)
+        if when == "idle":
+            handle.close()
+        other.send(Invalidate(other.next_rid(), "mine", WAIT_S))
+        assert other.expect(Done).keys == ("mine",)
+        handle.close()
+        wait_until(lambda: told == [("mine", "invalidated")])
+        wait_until(lambda: other.generation("mine") is None)
 
     def test_an_invalidated_module_serves_its_holders_and_no_other(self, worker, other, told):
         """S10."""
@@ -595,6 +645,12 @@ def other_answer(peer: Peer, worker) -> str:
     """What the worker's lease on "mine" was asked for, by the status."""
     (asked,) = {lease.asked for lease in peer.generation("mine").leases}
     return asked
+
+
+def weakly_kept(worker) -> bool:
+    """Whether the module of "mine" is kept weakly, and garbage was collected because of that."""
+    record = worker._table._records._current["mine"]
+    return record.module.module is None and leased(worker)._mappings[record.generation].collected
 
 
 def _only(worker) -> str:
