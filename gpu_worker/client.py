@@ -287,6 +287,8 @@ class Client:
         refuse_fork(self.pid)
         if owned(self._lock) or self._connection.runs_here or self.keeper.runs_here:
             refuse_reentry()
+        if self.leases.held_up:
+            refuse_reentry()
 
     # --- for the registry -----------------------------------------------------------------------
 

@@ -112,6 +112,11 @@ class Leases:
         """Whether anything is leased, or still to be given back."""
         return bool(self._charges) or (self._mappings is not None and len(self._mappings) > 0)
 
+    @property
+    def held_up(self) -> bool:
+        """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
+        return self._mappings is not None and self._mappings.held_up
+
     # --- for workers ----------------------------------------------------------------------------
 
     def asked(self, gen: GenerationId) -> Asked:

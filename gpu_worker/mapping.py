@@ -44,6 +44,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from gpu_worker.records import Asked
+from gpu_worker.reentry import owned
 from shm_store import segment
 from shm_store.errors import (
     ForkedProcess,
@@ -175,10 +176,15 @@ class MappingTable:
 
     def __init__(self, ended: SimpleQueue[Any]) -> None:
         self._ended = ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._mappings: dict[GenerationId, Mapping] = {}
         self._count = 0
         self._pid = os.getpid()
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
+        return owned(self._lock)
 
     def __len__(self) -> int:
         """Return how many mappings are not forgotten yet, with or without live tensors."""

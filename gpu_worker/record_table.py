@@ -128,7 +128,7 @@ class RecordTable:
             self.client.check_caller()
         else:
             refuse_fork(self.client.pid)
-        if owned(self._lock):
+        if owned(self._lock) or (waits and registry.held_up()):
             refuse_reentry()
 
     def refuse_closed(self) -> None:
