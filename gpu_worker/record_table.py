@@ -402,7 +402,7 @@ class RecordTable:
 
     def _weaken(self, record: Record[Loaded]) -> None:
         """Keep a record that is to make room weakly, unless it was claimed again."""
-        gone = functools.partial(self.client.keeper.queue.put, functools.partial(self._end, record))
+        gone = functools.partial(self.client.keeper.queue.put, _ending(self, record))
         kept: tuple[object, ...] = ()
         with self._lock:
             if self._records.is_idle(record) and record.going == "room":
@@ -425,6 +425,21 @@ class RecordTable:
         """Say whether an eviction is still to be told. Once."""
         told, record.module.told = record.module.told, True
         return not told
+
+
+def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
+    """Return a task that ends `record`, if `table` is still there.
+
+    Records of `table` have it, and are not to keep a worker that was dropped.
+    """
+    known = weakref.ref(table)
+
+    def end() -> None:
+        alive = known()
+        if alive is not None:
+            alive._end(record)
+
+    return end
 
 
 def _expiring(table: RecordTable) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -225,6 +226,22 @@ class TestRoom:
         del module, again
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
+
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_worker_that_is_dropped_goes_though_somebody_has_such_a_module(
+        self, coordinator, other, file
+    ):
+        dropped = gpu_worker.attach(coordinator.socket)
+        with dropped.use("mine", skeleton=wide, source=file) as module:
+            pass
+        asks(other, "theirs", file)
+        records, table = dropped._table._records, weakref.ref(dropped._table)
+        wait_until(lambda: records._current["mine"].module.module is None)
+        dropped.flush()
+        del dropped
+        wait_until(lambda: table() is None)
+        del module
+        assert isinstance(other.expect(Grant), Grant)
 
     def test_while_somebody_else_has_a_module_its_process_does_not_say_that_it_is_idle(
         self, coordinator, worker, other, file, told
