@@ -261,12 +261,14 @@ class Leases:
     def _look_again(self, gen: GenerationId, rested: int | None = None) -> None:
         """A use has ended: what was asked meanwhile may be possible now."""
         held = self._held(gen)
-        if held is None:
+        if held is None or not held.asked:
             return
-        if held.asked in ("idle", "room"):
+        if held.asked != "stale":
             self._serve(gen, held, rested)
-        elif held.asked == "stale":
-            # Soon: the name that a use was bound to may be about to go.
+        kept = [found.record for found in self._seen(gen).values()]
+        if rested is not None and rested not in kept:
+            # Its module may be garbage now; or soon, if a name is about to go that it is bound to.
+            held.collected = False
             soon_s = time.monotonic() + FIRST_LOOK_S
             self.keeper.put_at(soon_s, functools.partial(self._collect_once, held))
 
@@ -339,7 +341,7 @@ class Leases:
         """Collect garbage if what nobody uses is still there: a cycle may keep it. Say whether.
 
         An idle process collects nothing by itself, and others wait for the room. Once for each
-        REVOKE, and once more if a module has become garbage since: it takes 100 ms.
+        REVOKE, and for each module that may have become garbage since: it takes 100 ms.
         """
         if held.collected or self._held(held.gen) is not held:
             return False

@@ -136,12 +136,19 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    @pytest.mark.parametrize("asked", ["later", "meanwhile"])
     @pytest.mark.usefixtures("uncollected")
-    def test_an_evicted_module_in_a_cycle_makes_room_too(self, worker, other, file):
-        with worker.use("mine", skeleton=looped, source=file):
-            pass
-        assert worker.evict("mine") is True
-        assert isinstance(other.load("theirs", file), Grant)
+    def test_an_evicted_module_in_a_cycle_makes_room_too(self, worker, other, file, asked):
+        handle = worker.load("mine", skeleton=looped, source=file)
+        worker.evict("mine")
+        if asked == "meanwhile":
+            asks(other, "theirs", file)
+            mappings = leased(worker)._mappings
+            wait_until(lambda: mappings[handle.generation].collected)
+        handle.close()
+        if asked == "later":
+            asks(other, "theirs", file)
+        assert isinstance(other.expect(Grant), Grant)
 
     @pytest.mark.usefixtures("uncollected")
     def test_a_module_in_a_cycle_can_be_idle_beside_those_of_others(
