@@ -35,6 +35,7 @@ from gpu_worker.waits import refuse_fork, steps
 from shm_store import wire
 from shm_store.errors import (
     CallerError,
+    InvalidateIncomplete,
     LoadTimeout,
     NoCoordinator,
     ProtocolViolation,
@@ -244,6 +245,11 @@ class Client:
                     return bool(keys)
                 case step:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
+        except LoadTimeout:
+            raise InvalidateIncomplete(
+                f"the coordinator has not said within {timeout_s:g} s whether all know that "
+                f"{key!r} is retired"
+            ) from None
         finally:
             self._session.put_away(request)
 

@@ -22,6 +22,7 @@ from shm_store.errors import (
     BudgetExceeded,
     CallerError,
     Cancelled,
+    InvalidateIncomplete,
     LoadTimeout,
     ProtocolViolation,
     SegmentRefused,
@@ -41,6 +42,7 @@ from shm_store.wire import (
     Flush,
     Flushed,
     Grant,
+    Invalidate,
     Release,
     Reserve,
     Space,
@@ -451,6 +453,12 @@ class TestUnwanted:
         coordinator.ticket(rid)
         coordinator.fail(rid, Cancelled("given up"))
         coordinator.in_step(client)
+
+    def test_an_invalidate_without_an_answer_is_incomplete(self, coordinator, client):
+        """A coordinator that is stopped: no weights were asked for, so no load was late."""
+        with pytest.raises(InvalidateIncomplete, match="has not said"):
+            client.invalidate(KEY, 0.0)
+        coordinator.expect(Invalidate)
 
     @pytest.fixture
     def interrupted(self, coordinator, client, monkeypatch):
