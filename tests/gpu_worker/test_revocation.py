@@ -242,8 +242,9 @@ class TestRoom:
         with dropped.use("mine", skeleton=wide, source=file) as module:
             pass
         asks(other, "theirs", file)
-        records, table = dropped._table._records, weakref.ref(dropped._table)
-        wait_until(lambda: records._current["mine"].module.module is None)
+        (record,) = dropped._table._records._current.values()
+        table = weakref.ref(dropped._table)
+        wait_until(lambda: record.module.module is None)
         dropped.flush()
         del dropped
         wait_until(lambda: table() is None)
