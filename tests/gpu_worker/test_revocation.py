@@ -211,7 +211,9 @@ class TestRoom:
         self, worker, other, file, told
     ):
         handle = worker.load("mine", skeleton=wide, source=file)
-        assert isinstance(other.load("theirs", file, timeout_s=0.2), Fail)
+        asks(other, "theirs", file, timeout_s=2.0)
+        wait_until(lambda: worker._table._records._current["mine"].going == "room")
+        other.expect(Fail)
         wait_until(lambda: worker._table._records._current["mine"].going is None)
         handle.close()
         worker.flush()
