@@ -36,6 +36,7 @@ from gpu_worker.waits import refuse_fork, steps
 from shm_store import wire
 from shm_store.errors import (
     CallerError,
+    InvalidateIncomplete,
     LoadTimeout,
     NoCoordinator,
     ProtocolViolation,
@@ -208,14 +209,16 @@ class Client:
             CoordinatorLost: nobody answers.
         """
         self.check_caller()
-        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        limit_s = _lasting(timeout_s)
         left_s = None if timeout_s is None else timeout_s + GRACE_S
         patience_s = self._session.patience_s
         request = Request(key, timeout_s, left_s, patience_s, kind="charge", charge=charge)
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
         try:
-            self._session.ask(request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s))
+            self._session.ask(
+                request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s())
+            )
             step = self._session.next(request)
             if step is not charge:
                 raise ProtocolViolation(f"a CHARGE was answered with {step!r}")
@@ -235,13 +238,19 @@ class Client:
         self.check_caller()
         left_s, patience_s = timeout_s + GRACE_S, self._session.patience_s
         request = Request(key, timeout_s, left_s, patience_s, kind="invalidate")
+        limit_s = _lasting(timeout_s)
         try:
-            self._session.ask(request, lambda rid: Invalidate(rid, key, timeout_s))
+            self._session.ask(request, lambda rid: Invalidate(rid, key, limit_s()))
             match self._session.next(request):
                 case Done(_, keys):
                     return bool(keys)
                 case step:
                     raise ProtocolViolation(f"an INVALIDATE was answered with {step!r}")
+        except LoadTimeout:
+            raise InvalidateIncomplete(
+                f"the coordinator has not said within {timeout_s:g} s whether all know that "
+                f"{key!r} is retired"
+            ) from None
         finally:
             self._session.put_away(request)
 
@@ -284,6 +293,8 @@ class Client:
         """
         refuse_fork(self.pid)
         if owned(self._lock) or self._connection.runs_here or self.keeper.runs_here:
+            refuse_reentry()
+        if self.leases.held_up:
             refuse_reentry()
 
     # --- for the registry -----------------------------------------------------------------------
@@ -427,3 +438,14 @@ class Client:
             for request in self._session.requests:
                 if request.builder == thread and request.key == key:
                     raise CallerError(f"the build= of {key!r} asks for {key!r} itself")
+
+
+def _lasting(timeout_s: float | None) -> Callable[[], float]:
+    """Return what says how long the coordinator may wait, of what is asked once more, too.
+
+    It is to answer first: it knows who keeps what.
+    """
+    if timeout_s is None:
+        return lambda: DEFAULT_TIMEOUT_S
+    end_s = time.monotonic() + timeout_s
+    return lambda: max(0.0, end_s - time.monotonic())

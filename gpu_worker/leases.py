@@ -8,6 +8,8 @@ Rules
   evicting an idle module would free nothing. What is in use is watched, and looked at again when
   one of its uses ends.
 - RELEASE comes after the unmapping, with the id that the lease has then.
+- That a name is gone which was bound to a module tells nobody. So what was asked and could not be
+  done is looked at now and then until it can, ever more rarely: others wait for the room.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import functools
 import gc
 import queue
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
     from gpu_worker.connection import Connection
     from gpu_worker.mapping import Buffer, Mapping, MappingTable
 
+FIRST_LOOK_S = 0.1
+LOOK_SHARE = 8
+"""How long after a REVOKE it is looked at again, and then after which part of the time since."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -41,13 +48,15 @@ class Seen:
     Attributes:
         record: which it is.
         weights: the bytes it keeps; None if they are private.
-        elsewhere: somebody may have its module, and keep that when the record lets go.
+        elsewhere: somebody has its module, and keeps that when the record lets go.
+        garbage: the record has let go of it, and so has everybody, but a cycle keeps it.
     """
 
     record: int
     weights: object
     used: bool
     elsewhere: bool
+    garbage: bool
 
 
 class Holder(Protocol):
@@ -91,6 +100,8 @@ class Leases:
         self._unused = unused
         self._mappings: MappingTable | None = None
         self._charges: dict[GenerationId, Charge] = {}
+        self._revoked_s: dict[GenerationId, float] = {}
+        """When the last REVOKE came of what is still looked at. The keeper's own."""
 
     def start(self) -> None:
         """Begin to take grants. Imports torch, which no load with a timeout is to wait for."""
@@ -111,12 +122,18 @@ class Leases:
         self._mappings.after_fork(new_lease, ended)
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
+        self._revoked_s = {}
         self.keeper.after_fork(ended)
 
     @property
     def any(self) -> bool:
         """Whether anything is leased, or still to be given back."""
         return bool(self._charges) or (self._mappings is not None and len(self._mappings) > 0)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
+        return self._mappings is not None and self._mappings.held_up
 
     # --- for workers ----------------------------------------------------------------------------
 
@@ -227,14 +244,51 @@ class Leases:
             for worker in list(self._workers):
                 self._attempt(worker.retire, gen)
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, lease, asked))
-        elif not self._serve(gen, held, rested=None):
-            self._acknowledge(gen, lease, asked)
+        else:
+            served = self._serve(gen, held, rested=None)
+            if not served and self._collect_once(held):
+                served = self._serve(gen, held, rested=None)
+            if not served:
+                self._acknowledge(gen, lease, asked)
+            self._revoked_s[gen] = now_s = time.monotonic()
+            self._look_later(gen, now_s)
+
+    def _look_later(self, gen: GenerationId, revoked_s: float) -> None:
+        """Look at what was asked once more, after a while."""
+        now_s = time.monotonic()
+        pause_s = max(FIRST_LOOK_S, (now_s - revoked_s) / LOOK_SHARE)
+        self.keeper.put_at(now_s + pause_s, functools.partial(self._look_on, gen, revoked_s))
+
+    def _look_on(self, gen: GenerationId, revoked_s: float) -> None:
+        """See whether a name is gone that was the last to have a module, but for a cycle."""
+        if self._revoked_s.get(gen) != revoked_s:
+            return  # a newer REVOKE is looked after instead
+        held = self._held(gen)
+        if held is not None and held.asked == "idle":
+            self._serve(gen, held, rested=None)
+            self._look_later(gen, revoked_s)
+        elif held is not None and held.asked == "room":
+            if any(found.garbage for found in self._seen(gen).values()):
+                gc.collect()
+                del self._revoked_s[gen]  # no use in more, if that was none
+            else:
+                self._look_later(gen, revoked_s)
+        else:
+            del self._revoked_s[gen]
 
     def _look_again(self, gen: GenerationId, rested: int | None = None) -> None:
         """A use has ended: what was asked meanwhile may be possible now."""
         held = self._held(gen)
-        if held is not None and held.asked in ("idle", "room"):
+        if held is None or not held.asked:
+            return
+        if held.asked != "stale":
             self._serve(gen, held, rested)
+        kept = [found.record for found in self._seen(gen).values()]
+        if rested is not None and rested not in kept:
+            # Its module may be garbage now; or soon, if a name is about to go that it is bound to.
+            held.collected = False
+            soon_s = time.monotonic() + FIRST_LOOK_S
+            self.keeper.put_at(soon_s, functools.partial(self._collect_once, held))
 
     def _serve(self, gen: GenerationId, held: Mapping | Charge, rested: int | None) -> bool:
         """Let go, or say that nothing uses the bytes, as was asked; say whether that was possible.
@@ -243,7 +297,7 @@ class Leases:
             rested: a record that was idle a moment ago. It may be in use again, and could be each
                 time that somebody looks.
         """
-        seen = {worker: found for worker in list(self._workers) if (found := worker.look(gen))}
+        seen = self._seen(gen)
         used = [worker for worker, found in seen.items() if found.used]
         if self._others_use(gen, held, [found.weights for found in seen.values()]):
             return False
@@ -263,6 +317,9 @@ class Leases:
             self.keeper.call_settled(functools.partial(self._acknowledge, gen, held.lease, "room"))
             return True
         return False
+
+    def _seen(self, gen: GenerationId) -> dict[Holder, Seen]:
+        return {worker: found for worker in list(self._workers) if (found := worker.look(gen))}
 
     def _held(self, gen: GenerationId) -> Mapping | Charge | None:
         """Return what this process has of a generation, if something still keeps it."""
@@ -302,15 +359,19 @@ class Leases:
                 held.letting_go = False
                 self._connection.post(Ack(gen, lease, asked, idle))
 
-    def _collect_once(self, held: Mapping | Charge) -> None:
-        """Collect garbage if what was let go of is still there: a cycle may keep it.
+    def _collect_once(self, held: Mapping | Charge) -> bool:
+        """Collect garbage if what nobody uses is still there: a cycle may keep it. Say whether.
 
         An idle process collects nothing by itself, and others wait for the room. Once for each
-        REVOKE: it takes 100 ms.
+        REVOKE, and for each module that may have become garbage since: it takes 100 ms.
         """
-        if not held.collected and self._held(held.gen) is held:
-            held.collected = True
-            gc.collect()
+        if held.collected or self._held(held.gen) is not held:
+            return False
+        if any(found.used for found in self._seen(held.gen).values()):
+            return False
+        held.collected = True
+        gc.collect()
+        return True
 
 
 def _stated(charge: Charge) -> HeldCharge:

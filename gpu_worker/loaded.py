@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_ALONE = 2
-"""References to a module that only its record has: one, and that of the call that counts them."""
+_OURS = 2
+"""References to a module where they are counted: what it is read from, and the call."""
 
 
 class Loaded:
@@ -31,7 +31,7 @@ class Loaded:
         told: its eviction has been told.
     """
 
-    __slots__ = ("_refs", "_weights", "module", "told", "train", "unexpected")
+    __slots__ = ("_itself", "_refs", "_weights", "module", "told", "train", "unexpected")
 
     def __init__(
         self, module: torch.nn.Module, train: bool, unexpected: tuple[str, ...], weights: object
@@ -42,6 +42,14 @@ class Loaded:
         self.told = False
         self._weights = weights
         self._refs: list[weakref.ref[object]] = []
+        self._itself = 0
+
+    def count_itself(self) -> None:
+        """Take note how often the module has itself, in cycles. Call it while nobody else has it.
+
+        What its skeleton keeps of it counts as its own, too.
+        """
+        self._itself = self._references()
 
     @property
     def weights(self) -> object:
@@ -52,8 +60,13 @@ class Loaded:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether somebody has the module beside its record; or it has itself, in a cycle."""
-        return self.module is None or sys.getrefcount(self.module) > _ALONE
+        """Whether somebody has the module beside its record and itself."""
+        return self._references() > self._itself
+
+    @property
+    def garbage(self) -> bool:
+        """Whether the module is still there, and nobody has it any more, its record included."""
+        return self.module is None and 0 < self._references() <= self._itself
 
     def weaken(self, gone: Callable[[object], object]) -> tuple[object, ...]:
         """Keep the module weakly from now on.
@@ -82,3 +95,10 @@ class Loaded:
         self._weights = kept[1] if len(kept) > 1 else None
         self._refs = []
         return True
+
+    def _references(self) -> int:
+        """Return how many references to the module there are beside ours; 0 if it is gone."""
+        if self.module is not None:
+            return sys.getrefcount(self.module) - _OURS
+        kept = [ref() for ref in self._refs[:1]]
+        return 0 if not kept or kept[0] is None else sys.getrefcount(kept[0]) - _OURS

@@ -45,7 +45,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from gpu_worker.records import Asked
-from gpu_worker.reentry import free_after_fork
+from gpu_worker.reentry import free_after_fork, owned
 from shm_store import segment
 from shm_store.errors import (
     PlatformUnsupported,
@@ -188,6 +188,11 @@ class MappingTable:
         self._there: set[Mapping] = set()
         """Those not forgotten yet: the newest of each generation, and older ones on their way out.
         """
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
+        return owned(self._lock)
 
     def __len__(self) -> int:
         """Return how many mappings are not forgotten yet, with or without live tensors."""

@@ -115,7 +115,7 @@ class RecordTable:
             self.client.check_caller()
         else:
             refuse_fork(self.client.pid)
-        if owned(self._lock):
+        if owned(self._lock) or (waits and registry.held_up()):
             refuse_reentry()
 
     def refuse_closed(self) -> None:
@@ -256,7 +256,7 @@ class RecordTable:
             loaded = record.module
             elsewhere = loaded.elsewhere
             record.watched = used or elsewhere
-            return Seen(id(record), loaded.weights, used, elsewhere)
+            return Seen(id(record), loaded.weights, used, elsewhere, loaded.garbage)
 
     def make_room(self, gen: GenerationId) -> None:
         """Let go of a generation as soon as it is idle."""
@@ -330,6 +330,8 @@ class RecordTable:
                 listed(assembled.unexpected),
             )
         loaded = Loaded(assembled.module, wish.train, assembled.unexpected, weights)
+        del assembled  # it has the module, too
+        loaded.count_itself()
         record = Record(key, gen, wish.origin, loaded)
         with self._lock:
             # What the coordinator asks from now on finds the record.
@@ -392,7 +394,7 @@ class RecordTable:
 
     def _weaken(self, record: Record[Loaded]) -> None:
         """Keep a record that is to make room weakly, unless it was claimed again."""
-        gone = functools.partial(self.client.keeper.queue.put, functools.partial(self._end, record))
+        gone = functools.partial(self.client.keeper.queue.put, _ending(self, record))
         kept: tuple[object, ...] = ()
         with self._lock:
             if self._records.is_idle(record) and record.going == "room":
@@ -415,6 +417,21 @@ class RecordTable:
         """Say whether an eviction is still to be told. Once."""
         told, record.module.told = record.module.told, True
         return not told
+
+
+def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
+    """Return a task that ends `record`, if `table` is still there.
+
+    Records of `table` have it, and are not to keep a worker that was dropped.
+    """
+    known = weakref.ref(table)
+
+    def end() -> None:
+        alive = known()
+        if alive is not None:
+            alive._end(record)
+
+    return end
 
 
 def _expiring(table: RecordTable) -> Callable[[], None]:

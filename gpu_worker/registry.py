@@ -16,7 +16,7 @@ import weakref
 from gpu_worker.callbacks import report
 from gpu_worker.client import Client
 from gpu_worker.leases import Holder
-from gpu_worker.reentry import free_after_fork
+from gpu_worker.reentry import free_after_fork, owned
 from shm_store.errors import ConnectionLost
 
 logger = logging.getLogger("gpu_worker")
@@ -69,6 +69,11 @@ def leave(client: Client, worker: Holder) -> None:
     with _registry:
         client.workers.discard(worker)
     _close_if_unused(client)
+
+
+def held_up() -> bool:
+    """Say whether the calling thread is in a call here, which keepers would have to wait for."""
+    return owned(_registry)
 
 
 def _look_after(worker: Holder, client: Client) -> None:

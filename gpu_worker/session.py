@@ -4,7 +4,8 @@ Rules
 - The connection's lock orders the requests' ids and guards what is open. Nobody waits with it.
 - The reader thread never touches torch and runs no user code.
 - A request stays open until its final answer, even when nobody wants that any more; what then
-  arrives is given back by the reader.
+  arrives is given back by the reader. So is the answer to one that is forgotten because an
+  interrupt came into its sending: it may have left.
 - A caller waits at its own request's inbox, with no lock, and may leave by any exception.
 - A lost connection is not the session's end: the next one begins with all that this process has,
   and open requests are asked anew. Their askers wait on; who is at work is not disturbed.
@@ -213,7 +214,7 @@ class Session:
         """Act on one message. Takes over its fds."""
         try:
             message = decode(to_session_decoder, data)
-            charge = isinstance(message, Grant) and self._is(message.rid, "charge")
+            charge = isinstance(message, Grant) and self._is_charge(message, fds)
             if len(fds) != (isinstance(message, Grant | Space) and not charge):
                 raise ProtocolViolation(f"{type(message).__name__} came with {len(fds)} fds")
         except ProtocolViolation:
@@ -247,7 +248,7 @@ class Session:
                 logger.info("the coordinator on %s answers again", self.path)
             case Flushed(rid):
                 self._answer(rid, message)
-            case Done(rid) if self._is(rid, "invalidate"):
+            case Done(rid) if self.requests.get(rid) is None or self._is(rid, "invalidate"):
                 self._answer(rid, message)
             case Bye():
                 self.connection.farewell = Draining(
@@ -273,10 +274,16 @@ class Session:
     def _take_charge(self, message: Grant) -> None:
         with self.lock:
             request = self.requests.get(message.rid)
-            assert request is not None and request.charge is not None
-            charge = request.charge
-            self.leases.take_charge(charge, message.gen, LeaseId(message.rid))
+            charge = None if request is None else request.charge
+            if charge is None:
+                self.leases.release(message.gen, LeaseId(message.rid))
+            else:
+                self.leases.take_charge(charge, message.gen, LeaseId(message.rid))
         self._answer(message.rid, charge)
+
+    def _is_charge(self, message: Grant, fds: list[int]) -> bool:
+        request = self.requests.get(message.rid)
+        return not fds if request is None else request.kind == "charge"
 
     def _is(self, rid: RequestId, kind: str) -> bool:
         request = self.requests.get(rid)

@@ -15,13 +15,14 @@ import torch
 
 from gpu_worker import mapping
 from gpu_worker.client import DEFAULT_TIMEOUT_S, GRACE_S
-from gpu_worker.request import Ask
+from gpu_worker.request import Ask, Charge
 from gpu_worker.tensors import tensors
 from shm_store import segment
 from shm_store.errors import (
     BudgetExceeded,
     CallerError,
     Cancelled,
+    InvalidateIncomplete,
     LoadTimeout,
     ProtocolViolation,
     SegmentRefused,
@@ -36,10 +37,12 @@ from shm_store.wire import (
     Acquire,
     Cancel,
     Commit,
+    Done,
     Filling,
     Flush,
     Flushed,
     Grant,
+    Invalidate,
     Release,
     Reserve,
     Space,
@@ -449,6 +452,45 @@ class TestUnwanted:
         rid = cancelled()
         coordinator.ticket(rid)
         coordinator.fail(rid, Cancelled("given up"))
+        coordinator.in_step(client)
+
+    def test_an_invalidate_without_an_answer_is_incomplete(self, coordinator, client):
+        """A coordinator that is stopped: no weights were asked for, so no load was late."""
+        with pytest.raises(InvalidateIncomplete, match="has not said"):
+            client.invalidate(KEY, 0.0)
+        coordinator.expect(Invalidate)
+
+    @pytest.fixture
+    def interrupted(self, coordinator, client, monkeypatch):
+        """Interrupts a call just behind its request, which is on its way; returns the request."""
+        post = client._connection.post
+
+        def post_and_be_interrupted(message, fds=()) -> None:
+            monkeypatch.undo()
+            post(message, fds)
+            raise KeyboardInterrupt
+
+        def interrupt(call, *arguments):
+            monkeypatch.setattr(client._connection, "post", post_and_be_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call(*arguments)
+            return coordinator.receive()
+
+        return interrupt
+
+    def test_the_answer_to_what_an_interrupt_gave_up_fails_nobody_else(
+        self, coordinator, client, interrupted
+    ):
+        """Whether that had left could not be known, so it was forgotten."""
+        rid = interrupted(client.invalidate, KEY, WAIT_S).rid
+        coordinator.send(Done(rid, (KEY,)))
+        coordinator.in_step(client)
+
+    def test_a_charge_that_an_interrupt_gave_up_is_released(self, coordinator, client, interrupted):
+        rid = interrupted(client.charge, Charge(), KEY, "ram", 4096, None).rid
+        assert coordinator.receive() == Cancel(rid)
+        coordinator.send(Grant(rid, coordinator.gen))
+        assert coordinator.receive() == Release(coordinator.gen, LeaseId(rid))
         coordinator.in_step(client)
 
     @pytest.fixture

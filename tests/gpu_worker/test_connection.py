@@ -249,9 +249,10 @@ def test_nothing_is_asked_of_a_connection_that_closes(coordinator, client, monke
 class TestCallers:
     """Calls that could only hang are refused, and change nothing."""
 
-    def test_inside_another_call_of_the_same_thread(self, coordinator, client):
+    @pytest.mark.parametrize("whose", ["session", "mappings"])
+    def test_inside_another_call_of_the_same_thread(self, coordinator, client, whose):
         """As a finalizer does, when a garbage collection starts in there."""
-        with client._lock:
+        with {"session": client._lock, "mappings": client.leases._mappings._lock}[whose]:
             for call in (lambda: client.flush(WAIT_S), lambda: client.acquire(built(), None, None)):
                 with pytest.raises(CallerError, match="finalizer"):
                     call()

@@ -274,7 +274,7 @@ class TestRequests:
     def test_charges_invalidations_and_flushes_are_asked_anew(self, coordinator, client):
         charge = Charge()
         calls = [
-            coordinator.call(client.charge, charge, KEY, "ram", 4096, None),
+            coordinator.call(client.charge, charge, KEY, "ram", 4096, WAIT_S),
             coordinator.call(client.invalidate, KEY, WAIT_S),
             coordinator.call(client.flush, WAIT_S),
         ]
@@ -285,6 +285,11 @@ class TestRequests:
         again = [coordinator.receive() for _ in calls]
         assert {type(message) for message in again} == {ChargeMessage, Invalidate, Flush}
         assert min(m.rid for m in again) > max(m.rid for m in first)
+        left_s, begun_s = (
+            {type(m): m.timeout_s for m in messages if not isinstance(m, Flush)}
+            for messages in (again, first)
+        )
+        assert all(left_s[kind] < begun_s[kind] for kind in begun_s), "the time runs on"
         coordinator.answer_flush()
         for message in again:
             match message:

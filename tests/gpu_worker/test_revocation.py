@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -62,6 +63,21 @@ def file(tmp_path):
     return str(path)
 
 
+def looped() -> torch.nn.Linear:
+    """A module in a cycle. An idle process would not collect it by itself."""
+    made = wide()
+    made.__dict__["itself"] = made
+    return made
+
+
+@pytest.fixture
+def uncollected():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def asks(other: Peer, key: str, path: str, timeout_s: float = WAIT_S) -> int:
     """Send an ACQUIRE and do not wait for its answer."""
     with open(path, "rb") as source:
@@ -100,22 +116,54 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    @pytest.mark.usefixtures("uncollected")
     def test_a_module_in_a_cycle_makes_room_too(self, worker, other, file, told):
-        """An idle process would not collect it by itself."""
+        with worker.use("mine", skeleton=looped, source=file):
+            pass
+        assert isinstance(other.load("theirs", file), Grant)
+        assert told == [("mine", "room")]
 
-        def looped() -> torch.nn.Linear:
-            made = wide()
-            made.__dict__["itself"] = made
-            return made
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_module_in_a_cycle_makes_room_when_a_name_for_it_is_gone(
+        self, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=looped, source=file) as module:
+            pass
+        asks(other, "theirs", file)
+        wait_until(lambda: weakly_kept(worker))
+        assert told == []
+        del module
+        assert isinstance(other.expect(Grant), Grant)
+        assert told == [("mine", "room")]
 
-        gc.collect()
-        gc.disable()
-        try:
-            with worker.use("mine", skeleton=looped, source=file):
-                pass
-            assert isinstance(other.load("theirs", file), Grant)
-        finally:
-            gc.enable()
+    @pytest.mark.parametrize("asked", ["later", "meanwhile"])
+    @pytest.mark.usefixtures("uncollected")
+    def test_an_evicted_module_in_a_cycle_makes_room_too(self, worker, other, file, asked):
+        handle = worker.load("mine", skeleton=looped, source=file)
+        worker.evict("mine")
+        if asked == "meanwhile":
+            asks(other, "theirs", file)
+            mappings = leased(worker)._mappings
+            wait_until(lambda: mappings[handle.generation].collected)
+        handle.close()
+        if asked == "later":
+            asks(other, "theirs", file)
+        assert isinstance(other.expect(Grant), Grant)
+
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_module_in_a_cycle_can_be_idle_beside_those_of_others(
+        self, coordinator, worker, other, file, told
+    ):
+        with worker.use("mine", skeleton=looped, source=file):
+            pass
+        peer = Peer(coordinator.socket, "peer")
+        gen, lease = _lease(peer.load("mine", file))
+        asks(other, "theirs", file)
+        peer.expect(Revoke)
+        peer.send(Ack(gen, lease, "idle", idle=True))
+        assert peer.expect(Revoke).asked == "room"
+        peer.send(Release(gen, lease))
+        assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
     def test_an_interrupt_in_the_last_use_keeps_no_room(
@@ -163,7 +211,9 @@ class TestRoom:
         self, worker, other, file, told
     ):
         handle = worker.load("mine", skeleton=wide, source=file)
-        assert isinstance(other.load("theirs", file, timeout_s=0.2), Fail)
+        asks(other, "theirs", file, timeout_s=2.0)
+        wait_until(lambda: worker._table._records._current["mine"].going == "room")
+        other.expect(Fail)
         wait_until(lambda: worker._table._records._current["mine"].going is None)
         handle.close()
         worker.flush()
@@ -186,6 +236,23 @@ class TestRoom:
         assert isinstance(other.expect(Grant), Grant)
         assert told == [("mine", "room")]
 
+    @pytest.mark.usefixtures("uncollected")
+    def test_a_worker_that_is_dropped_goes_though_somebody_has_such_a_module(
+        self, coordinator, other, file
+    ):
+        dropped = gpu_worker.attach(coordinator.socket)
+        with dropped.use("mine", skeleton=wide, source=file) as module:
+            pass
+        asks(other, "theirs", file)
+        (record,) = dropped._table._records._current.values()
+        table = weakref.ref(dropped._table)
+        wait_until(lambda: record.module.module is None)
+        dropped.flush()
+        del dropped
+        wait_until(lambda: table() is None)
+        del module
+        assert isinstance(other.expect(Grant), Grant)
+
     def test_while_somebody_else_has_a_module_its_process_does_not_say_that_it_is_idle(
         self, coordinator, worker, other, file, told
     ):
@@ -199,9 +266,7 @@ class TestRoom:
         wait_until(lambda: other_answer(peer, worker) == "idle")
         worker.flush()
         assert told == []
-        del module
-        with worker.use("mine", skeleton=wide, source=file):
-            pass
+        del module  # nobody hears of that, and the module need not be used again
         assert peer.expect(Revoke).asked == "room"
         peer.send(Release(gen, lease))
         assert isinstance(other.expect(Grant), Grant)
@@ -358,6 +423,18 @@ class TestGenerations:
         other.send(Invalidate(other.next_rid(), "mine", WAIT_S))
         assert other.expect(Done).keys == ("mine",)
         wait_until(lambda: told == [("mine", "invalidated")])
+
+    @pytest.mark.parametrize("when", ["idle", "in use"])
+    @pytest.mark.usefixtures("uncollected")
+    def test_an_invalidated_module_in_a_cycle_goes_too(self, worker, other, file, told, when):
+        handle = worker.load("mine", skeleton=looped, source=file)
+        if when == "idle":
+            handle.close()
+        other.send(Invalidate(other.next_rid(), "mine", WAIT_S))
+        assert other.expect(Done).keys == ("mine",)
+        handle.close()
+        wait_until(lambda: told == [("mine", "invalidated")])
+        wait_until(lambda: other.generation("mine") is None)
 
     def test_an_invalidated_module_serves_its_holders_and_no_other(self, worker, other, told):
         """S10."""
@@ -595,6 +672,12 @@ def other_answer(peer: Peer, worker) -> str:
     """What the worker's lease on "mine" was asked for, by the status."""
     (asked,) = {lease.asked for lease in peer.generation("mine").leases}
     return asked
+
+
+def weakly_kept(worker) -> bool:
+    """Whether the module of "mine" is kept weakly, and garbage was collected because of that."""
+    record = worker._table._records._current["mine"]
+    return record.module.module is None and leased(worker)._mappings[record.generation].collected
 
 
 def _only(worker) -> str:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import gpu_worker
-from gpu_worker import Held
+from gpu_worker import Held, registry
 from shm_store.errors import (
     ArgumentRefused,
     CallerError,
@@ -342,6 +342,11 @@ class TestHandles:
                 worker.evict(key)
         worker.flush()
         assert worker.evict(key)
+
+    def test_a_load_inside_an_attach_of_the_same_thread_is_refused(self, worker, key, source):
+        """It would wait for the keeper, which waits for the end of that."""
+        with registry._registry, pytest.raises(CallerError, match="finalizer"):
+            worker.load(key, skeleton=skeleton, source=source)
 
 
 class TestEvict:
