@@ -68,7 +68,7 @@ class Keeper:
         """In a forked child: go on with what was at hand, and with what is in the old queue.
 
         That is of no use any more: the parent's thread may have had its lock for a moment. What was
-        to come at a time is forgotten: the heap may be half sorted. So every task may be done twice.
+        to come at a time is forgotten: the heap may be half sorted. Any task may be done twice so.
 
         Args:
             fresh: the queue from now on.
