@@ -117,7 +117,11 @@ class Checks:
         self._said()
 
     def ledger(self) -> object:
-        """Return the books without what may change over a coordinator's death: ages and orders."""
+        """Return the books without what a coordinator's death may change.
+
+        Those are ages and orders, and what was asked of a lease for somebody who waits for room: he
+        asks anew.
+        """
         books = self.books
         assert books is not None
         generations = {
@@ -128,7 +132,9 @@ class Checks:
                 one.pool,
                 one.pinned,
                 one.private,
-                sorted((lease.pid, lease.copied_bytes, lease.asked) for lease in one.leases),
+                sorted(
+                    (lease.pid, lease.copied_bytes, lease.asked == "stale") for lease in one.leases
+                ),
             )
             for one in books.generations
         }
@@ -193,7 +199,7 @@ class Checks:
             if process.segments != wanted.get(role, leased):
                 extra = process.segments ^ wanted.get(role, leased)
                 return f"{role} {pid} has, or lacks, the segments {sorted(extra)}"
-            kinds = process.kinds
+            kinds = self._kinds(process)
             if role == "supervisor":  # there are none until there is something to remember
                 words = kinds.pop("weight-cache:words", 0)
                 if words > 1:
@@ -201,6 +207,13 @@ class Checks:
             if kinds != self._fds.setdefault(role, kinds):
                 return f"{role} {pid} has the fds {kinds} instead of {self._fds[role]}"
         return self._memory(books, set(roles))
+
+    def _kinds(self, process: kernel.Process) -> Counter[str]:
+        """Return its fds by kind, wherever the group's words go."""
+        kinds: Counter[str] = Counter()
+        for kind, count in process.kinds.items():
+            kinds["the log" if kind in (self._host.log, "/dev/full") else kind] += count
+        return kinds
 
     def _memory(self, books: StatusReport, pids: set[int]) -> str:
         found = kernel.segments(self.trace.starts)
@@ -293,7 +306,8 @@ class Checks:
 
 
 def shown(what: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(what), indent=2).decode()
+    """Return anything as JSON, for whoever looks into what went wrong."""
+    return msgspec.json.encode(what).decode()
 
 
 def _is_ready(one: GenerationReport) -> bool:

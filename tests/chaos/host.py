@@ -147,6 +147,10 @@ class Host:
     def _described(self) -> list[str]:
         return [f"{pid}: {kernel.command(pid)}" for pid in kernel.processes(self.folder)]
 
+    def process_ended(self) -> bool:
+        """The process that was started has ended."""
+        return self.process is not None and self.process.poll() is not None
+
     # --- who is in it -------------------------------------------------------------------------------
 
     @property

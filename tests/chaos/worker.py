@@ -84,7 +84,9 @@ class Working:
         self.did += 1
 
     def settle(self) -> None:
-        """Have all that was let go of take effect."""
+        """Have all that was let go of take effect. Prefetches get room that is leased to nobody."""
+        for one in SOURCES[KEPT + 1 :]:
+            self._worker.evict(one.key)
         gc.collect()
         self._worker.flush(TIMEOUT_S)
 
