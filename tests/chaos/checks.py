@@ -1,4 +1,4 @@
-"""What must hold of a group that is whole and quiet, and when it is gone, whatever was done to it."""
+"""What must hold of a group that is whole and quiet, and of one that is gone, whatever was done."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ UNDER_WAY = ("open", "reserved", "filling", "freeing")
 
 ALARMING = ("Traceback", "Exception ignored", "never awaited", "leaked", "was destroyed", "rror:")
 """What no process of a group ever says, whatever happens to the others."""
+
 
 class Trace:
     """What coordinators stored, removed and had read, in order; see `hook`."""
@@ -87,7 +88,7 @@ class Checks:
         self.books: StatusReport | None = None
         self.found: AuditReport | None = None
 
-    # --- a group that is there ----------------------------------------------------------------------
+    # --- a group that is there --------------------------------------------------------------------
 
     def quiet(self, tolerated: frozenset[str]) -> None:
         """See that nothing is lost and nothing leaked, once nothing is under way any more.
@@ -99,8 +100,8 @@ class Checks:
             Violation: with what is wrong.
         """
         self.faults(tolerated)
-        self.trace.follow()
         until(self._is_quiet, QUIET_S, lambda: f"there is no quiet: {self._shown()}")
+        self.trace.follow()
         books = self.books
         assert books is not None
         self.trace.starts.add(books.start)
@@ -140,7 +141,12 @@ class Checks:
         }
         pools = [msgspec.structs.asdict(pool) for pool in books.pools]
         sessions = sorted((session.pid, session.name, session.device) for session in books.sessions)
-        return {"generations": generations, "pools": pools, "pins": books.pins, "sessions": sessions}
+        return {
+            "generations": generations,
+            "pools": pools,
+            "pins": books.pins,
+            "sessions": sessions,
+        }
 
     def _is_quiet(self) -> bool:
         """Read the books; say whether nothing is under way, and no look at them finds a window."""
@@ -219,7 +225,7 @@ class Checks:
         found = kernel.segments(self.trace.starts)
         known = {one.generation for one in books.generations}
         if unknown := found.holders.keys() - known:
-            return f"segments that nobody is charged for: {[(g, found.holders[g]) for g in unknown]}"
+            return f"nobody is charged for {[(gen, found.holders[gen]) for gen in unknown]}"
         if strangers := set().union(*found.holders.values()) - pids:
             return f"processes that are no part of the group have segments: {strangers}"
         charged = sum(pool.in_use_bytes for pool in books.pools)
@@ -229,7 +235,7 @@ class Checks:
             return f"{charged} bytes are charged, {private} of them private; {taken} are taken"
         return ""
 
-    # --- what was said ------------------------------------------------------------------------------
+    # --- what was said ----------------------------------------------------------------------------
 
     def faults(self, tolerated: frozenset[str]) -> None:
         """See that no worker has seen what it must not.
@@ -277,7 +283,7 @@ class Checks:
         if len(lines) != 1 or not lines[0].startswith("weight-cache: ready on "):
             raise Violation(f"a new group began with {lines}")
 
-    # --- a group that is gone -----------------------------------------------------------------------
+    # --- a group that is gone ---------------------------------------------------------------------
 
     def gone(self, tolerated: frozenset[str]) -> None:
         """See that the kernel has everything back.
@@ -299,7 +305,7 @@ class Checks:
         made = [name for name in os.listdir(self._host.folder) if name.startswith("s")]
         return made + os.listdir(self._host.temporary)
 
-    # --- for a report of what went wrong ------------------------------------------------------------
+    # --- for a report of what went wrong ----------------------------------------------------------
 
     def _shown(self) -> str:
         return "" if self.books is None else shown(self.books)

@@ -87,13 +87,13 @@ FAILPOINTS = (
     Failpoint("loader", "before COMMIT", _SENDS, "before", "Commit"),
     Failpoint("loader", "after COMMIT", _SENDS, "after", "Commit"),
     # --- coordinator
-    Failpoint("coordinator", "before the store of a generation", f"{_STORE}.keep_segment", "before"),
+    Failpoint(
+        "coordinator", "before the store of a generation", f"{_STORE}.keep_segment", "before"
+    ),
     Failpoint("coordinator", "stored, nobody told", f"{_STORE}.keep_segment", "after"),
     Failpoint("coordinator", "before the removal", f"{_STORE}.forget_segment", "before"),
     Failpoint("coordinator", "removed, not freed", f"{_STORE}.forget_segment", "after"),
-    Failpoint(
-        "coordinator", "before words", f"{_STORE}.remember", "before", provoked_by="operate"
-    ),
+    Failpoint("coordinator", "before words", f"{_STORE}.remember", "before", provoked_by="operate"),
     Failpoint("coordinator", "after words", f"{_STORE}.remember", "after", provoked_by="operate"),
     Failpoint("coordinator", "before TICKET", _REPLIES, "before", "Ticket"),
     Failpoint("coordinator", "before SPACE", _REPLIES, "before", "Space", nth=2),

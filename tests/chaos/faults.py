@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coordinator.backing import SPARE_BYTES
 from coordinator.operator import Operator
 from shm_store.errors import CoordinatorLost
 from tests.chaos import kernel, weights
@@ -40,8 +41,9 @@ ENDS_GROUP = ("supervisor", "front", "everything")
 
 LIMIT_THAT_FITS = 9 * weights.MIB + weights.MIB // 2
 LIMIT_THAT_DOES_NOT = 2 * weights.MIB
-CGROUP_SLACK_BYTES = 20 * weights.MIB
-"""Less than a backing child leaves to others, so that it refuses before the kernel has to kill."""
+CGROUP_SLACK_BYTES = SPARE_BYTES + weights.MIB
+"""Backing children refuse all but the smallest, before the kernel has to kill: what they leave to
+others is what workers and loaders need meanwhile."""
 
 
 @dataclass(slots=True)
@@ -160,7 +162,11 @@ class Lots:
             case "memory":
                 full = [
                     Fault(
-                        0, "memory", "the cgroup is full", "", tolerated=frozenset({"BackingFailed"})
+                        0,
+                        "memory",
+                        "the cgroup is full",
+                        "",
+                        tolerated=frozenset({"BackingFailed"}),
                     )
                 ]
                 return [
@@ -206,7 +212,7 @@ class Hand:
         else:
             self._at_failpoint(fault, fault.point)
 
-    # --- at a failpoint -----------------------------------------------------------------------------
+    # --- at a failpoint ---------------------------------------------------------------------------
 
     def _at_failpoint(self, fault: Fault, point: Failpoint) -> None:
         host = self._host
@@ -275,7 +281,7 @@ class Hand:
         threading.Event().wait(fault.stopped_s)
         kill(pid, signal.SIGCONT)
 
-    # --- at any time --------------------------------------------------------------------------------
+    # --- at any time ------------------------------------------------------------------------------
 
     def _at_any_time(self, fault: Fault) -> None:
         host = self._host
@@ -317,7 +323,7 @@ class Hand:
                 return found[0]
         return 0
 
-    # --- memory -------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def _short_of_memory(self, fault: Fault) -> None:
         match fault.place:
@@ -344,8 +350,10 @@ class Hand:
         limit = os.path.join(cgroup, "memory.limit_in_bytes")
         with open(os.path.join(cgroup, "memory.stat")) as stat:
             figures = dict(line.split() for line in stat)
-        used_bytes = int(figures["total_rss"]) + int(figures["total_shmem"])
-        _write(limit, str(used_bytes + CGROUP_SLACK_BYTES))
+        with open(os.path.join(cgroup, "memory.usage_in_bytes")) as usage:
+            used_bytes = int(usage.read())
+        file_bytes = int(figures["total_active_file"]) + int(figures["total_inactive_file"])
+        _write(limit, str(used_bytes - file_bytes + CGROUP_SLACK_BYTES))
         try:
             threading.Event().wait(SHORT_S)
         finally:

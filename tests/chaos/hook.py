@@ -1,9 +1,9 @@
 """Inside each process of a chaos run: ends or stops it at a failpoint, and notes what is read.
 
 `site/sitecustomize.py` installs it, before anything else of the process runs. Whoever runs chaos
-arms one failpoint at a time by a symbolic link, whose text says all (`Armed`): a process looks at it
-with one system call. The first that comes to the armed place claims it, by another link that only
-one can make, and gets the signal.
+arms one failpoint at a time by a symbolic link, whose text says all (`Armed`): a process looks at
+it with one system call. The first that comes to the armed place claims it, by another link that
+only one can make, and gets the signal.
 
 Beside that a coordinator writes into `trace` which generations are in its store, and which it has a
 loader read.
@@ -30,6 +30,9 @@ ROLES = {
     "tests.chaos.group": "supervisor",
 }
 """By the module that a process runs."""
+
+SABOTAGE_VARIABLE = "WEIGHT_CACHE_CHAOS_SABOTAGE"
+"""The target of a function that is to do nothing: for the tests of chaos itself."""
 
 TRACED = "coordinator.executor:Executor.perform"
 
@@ -99,7 +102,8 @@ class _Hook:
             if point.role == role:
                 self._points.setdefault(point.target, []).append(point)
         self._traced = TRACED if role == "coordinator" else ""
-        targets = [*self._points, *([TRACED] if self._traced else [])]
+        self._sabotaged = os.environ.get(SABOTAGE_VARIABLE, "")
+        targets = [*self._points, *filter(None, [self._traced, self._sabotaged])]
         self.modules = {target.partition(":")[0] for target in targets}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -117,6 +121,9 @@ class _Hook:
         return spec
 
     def wrap(self, module: Any) -> None:
+        if self._sabotaged.partition(":")[0] == module.__name__:
+            owner, name = resolve(module, self._sabotaged.partition(":")[2].split("."))
+            setattr(owner, name, lambda *arguments: None)
         for target, points in self._points.items():
             if target.partition(":")[0] == module.__name__:
                 owner, name = resolve(module, points[0].path)

@@ -90,10 +90,10 @@ class Host:
     def temporary(self) -> str:
         return os.path.join(self.folder, "tmp")
 
-    # --- its life -----------------------------------------------------------------------------------
+    # --- its life ---------------------------------------------------------------------------------
 
     def start(self, log: str | None = None) -> None:
-        """Start a group. Its words go into `log`: what it said before is kept, with another name."""
+        """Start a group. What it says goes into `log`; the one before keeps its own, renamed."""
         self.full = log is not None
         if os.path.exists(self.log):
             os.rename(self.log, f"{self.log}.{time.monotonic_ns()}")
@@ -151,7 +151,7 @@ class Host:
         """The process that was started has ended."""
         return self.process is not None and self.process.poll() is not None
 
-    # --- who is in it -------------------------------------------------------------------------------
+    # --- who is in it -----------------------------------------------------------------------------
 
     @property
     def front(self) -> int:
@@ -208,7 +208,7 @@ class Host:
         up = sorted(worker.pid for worker in self.connected)
         return f"{read_group(self.socket)}, wanted {self.restarts}, up {up}"
 
-    # --- what workers are told ------------------------------------------------------------------------
+    # --- what workers are told --------------------------------------------------------------------
 
     def go(self, seed: str) -> None:
         """Have all workers work, each by lots of its own."""

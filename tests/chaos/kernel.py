@@ -117,19 +117,19 @@ def segments(starts: set[str]) -> Segments:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            names = {(_name, None) for _name in _SEGMENT.findall(maps)}
-            for fd, target in fds_of(pid).items():
+            names: set[tuple[str, str | None]] = {(name, None) for name in _SEGMENT.findall(maps)}
+            for number, target in fds_of(pid).items():
                 if match := _SEGMENT.match(target):
-                    names.add((match[1], fd))
+                    names.add((match[1], number))
         except OSError:
             continue  # it has ended, or is another user's
-        for name, fd in names:
-            if name.rpartition("-")[0] not in starts:
+        for gen, fd in names:
+            if gen.rpartition("-")[0] not in starts:
                 continue
-            found.holders.setdefault(name, set()).add(pid)
-            if fd is not None and name not in found.sizes:
+            found.holders.setdefault(gen, set()).add(pid)
+            if fd is not None and gen not in found.sizes:
                 try:
-                    found.sizes[name] = os.stat(f"/proc/{pid}/fd/{fd}").st_blocks * 512
+                    found.sizes[gen] = os.stat(f"/proc/{pid}/fd/{fd}").st_blocks * 512
                 except FileNotFoundError:
                     continue
     return found

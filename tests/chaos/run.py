@@ -13,8 +13,8 @@ from pathlib import Path
 from coordinator.operator import Operator
 from shm_store.errors import WeightCacheError
 from tests.chaos import failpoints, kernel, weights
-from tests.chaos.checks import Checks, shown
 from tests.chaos.cgroup import memory_cgroup
+from tests.chaos.checks import Checks, shown
 from tests.chaos.faults import Fault, Hand, Lots
 from tests.chaos.host import Host, kill
 from tests.chaos.watch import Violation
@@ -44,9 +44,7 @@ def chaos(limit_s: float, seed: int, workers: int, faults: int | None, only: str
 class Run:
     """Everything of one run."""
 
-    def __init__(
-        self, folder: str, seed: int, workers: int, cgroup: str | None, only: str
-    ) -> None:
+    def __init__(self, folder: str, seed: int, workers: int, cgroup: str | None, only: str) -> None:
         self.host = Host(folder, workers, cgroup)
         self._checks = Checks(self.host)
         self._seed = seed
@@ -81,7 +79,7 @@ class Run:
             return False
         return True
 
-    # --- a fault ------------------------------------------------------------------------------------
+    # --- a fault ----------------------------------------------------------------------------------
 
     def _one(self, fault: Fault) -> None:
         began_s = time.monotonic()
@@ -108,11 +106,8 @@ class Run:
             self._survivors(before)
         (self._reached if fault.reached else self._missed)[str(fault)] += 1
         said = "" if fault.reached else ": not reached"
-        print(
-            f"{fault.number:5} {fault}{said} "
-            f"({done_s - began_s:.1f} s, whole and checked {time.monotonic() - done_s:.1f} s later)",
-            flush=True,
-        )
+        took = f"{done_s - began_s:.1f} s, checked after {time.monotonic() - done_s:.1f} s more"
+        print(f"{fault.number:5} {fault}{said} ({took})", flush=True)
 
     def _survivors(self, before: dict[int, tuple[int, int, float] | None]) -> None:
         """See that who was there before has gone on inferring."""
@@ -129,7 +124,7 @@ class Run:
         write = weights.write_build if one in weights.BUILDS else weights.write_source
         write(self._sources, one, version)
 
-    # --- groups -------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------
 
     def _start(self, full: bool = False) -> None:
         """Start a group, and see it whole, quiet, and as clean as if there had been none before."""
@@ -145,7 +140,7 @@ class Run:
         self.host.await_gone()
         self._checks.gone(frozenset())
 
-    # --- saying -------------------------------------------------------------------------------------
+    # --- saying -----------------------------------------------------------------------------------
 
     def table(self) -> str:
         """Return how often each fault was done, by role and place."""
@@ -157,7 +152,7 @@ class Run:
             [
                 "",
                 *lines,
-                f"{sum(self._reached.values())} faults, {kills} of them kills; {self._groups} groups",
+                f"{self._reached.total()} faults, {kills} of them kills; {self._groups} groups",
                 f"{checks.trace.loads} loads from files, none of weights that were READY",
                 f"tolerated: {dict(checks.tolerated)}",
                 f"longest pause between two inferences of a worker: {self._paused_s:.2f} s",

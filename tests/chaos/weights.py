@@ -27,9 +27,7 @@ class Weights:
     width: int
 
 
-SOURCES = tuple(
-    Weights(f"source-{width}", width) for width in (64, 128, 320, 512, 896)
-)
+SOURCES = tuple(Weights(f"source-{width}", width) for width in (64, 128, 320, 512, 896))
 """Read from files."""
 BUILDS = tuple(Weights(f"build-{width}", width) for width in (64, 192, 448))
 """Made by `build=`."""
@@ -64,7 +62,7 @@ def infer(given: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tor
         return torch.relu(given @ first.T) @ second.T
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=6)
 def expected(weights: Weights, version: int) -> dict[str, torch.Tensor]:
     """Return the state that a version must have. Made here, in memory of this process."""
     lots = torch.Generator().manual_seed(zlib.crc32(f"{weights.key} {version}".encode()))

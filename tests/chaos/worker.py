@@ -1,8 +1,8 @@
 """A worker under chaos: loads, uses, keeps, edits and lets go, and holds every result to the bit.
 
 Run by the group, with the run's folder in its environment. It says `up` on the control socket of
-the run, works from `go SEED` to `pause`, and says `paused` when all that it let go of has taken effect.
-What it was not to see goes into `faults.jsonl` of the folder; it works on.
+the run, works from `go SEED` to `pause`, and says `paused` when all that it let go of has taken
+effect. What it was not to see goes into `faults.jsonl` of the folder; it works on.
 
 Beside that one thread infers all the time, with a module that it has locked from first to last.
 """
@@ -82,6 +82,7 @@ class Working:
         except Exception as error:
             self.report(name, error)
         self.did += 1
+        print(f"did {self.did}: {name}", file=self._lots.choice((sys.stdout, sys.stderr)))
 
     def settle(self) -> None:
         """Have all that was let go of take effect. Prefetches get room that is leased to nobody."""
@@ -158,9 +159,7 @@ class Working:
         one = self._lots.choice(BUILDS)
         wanted = weights.build_version(self._folder, one)
         make = functools.partial(weights.expected, one, wanted)
-        state = self._worker.state_dict(
-            one.key, build=make, version=str(wanted), timeout=TIMEOUT_S
-        )
+        state = self._worker.state_dict(one.key, build=make, version=str(wanted), timeout=TIMEOUT_S)
         _all_same(one, wanted, state)
 
     def _private(self) -> None:
@@ -187,7 +186,7 @@ class Working:
     def _invalidate(self) -> None:
         self._worker.invalidate(self._lots.choice(SOURCES + BUILDS).key, INVALIDATE_S)
 
-    # --- what goes on all the time ------------------------------------------------------------------
+    # --- what goes on all the time ----------------------------------------------------------------
 
     def infer_steadily(self) -> None:
         """Begin to, in a thread of its own."""
@@ -213,9 +212,7 @@ class Working:
             before_s = now_s
 
 
-def _same(
-    one: Weights, version: int, what: str, found: torch.Tensor, wanted: torch.Tensor
-) -> None:
+def _same(one: Weights, version: int, what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     if not torch.equal(found, wanted):
         raise Wrong(f"{what} of {one.key} in version {version} differs")
 
