@@ -20,6 +20,7 @@ from tests.chaos.host import Host, kill
 from tests.chaos.watch import Violation
 
 LOG_LINES = 40
+TRIES = 3
 
 
 def chaos(limit_s: float, seed: int, workers: int, faults: int | None, only: str) -> int:
@@ -71,6 +72,7 @@ class Run:
                 fault = self._lots.draw()
                 self._one(fault)
             self._end_in_order()
+            self._all_reached()
         except Exception as error:
             kind = "VIOLATION" if isinstance(error, Violation) else "BROKEN"
             print(f"{kind} with seed {self._seed}, fault {fault and fault.number}: {fault}")
@@ -139,6 +141,16 @@ class Run:
         kill(self.host.front, signal.SIGTERM)
         self.host.await_gone()
         self._checks.gone(frozenset())
+
+    def _all_reached(self) -> None:
+        """See that no place was tried again and again, and never reached: it would test nothing."""
+        never = [
+            what
+            for what, count in self._missed.items()
+            if count >= TRIES and not self._reached[what]
+        ]
+        if never:
+            raise Violation(f"nobody comes to {never}")
 
     # --- saying -----------------------------------------------------------------------------------
 
