@@ -73,6 +73,12 @@ class Fault:
     victims: list[int] = field(default_factory=list)
 
     @property
+    def kills(self) -> int:
+        """How many processes got a SIGKILL, those among them that had to, to come to the place."""
+        provoked = self.point is not None and self.point.provoked_by.startswith("kill")
+        return provoked + (len(self.victims) if self.signal == "KILL" else 0)
+
+    @property
     def ends_group(self) -> bool:
         return self.signal in ("KILL", "TERM") and self.role in ENDS_GROUP
 

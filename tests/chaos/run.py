@@ -56,6 +56,7 @@ class Run:
         self._reached: Counter[str] = Counter()
         self._missed: Counter[str] = Counter()
         self._groups = 0
+        self._kills = 0
         self._paused_s = 0.0
         """The longest that a worker that lived has not inferred."""
         self._before: object = None
@@ -107,6 +108,7 @@ class Run:
                 )
             self._survivors(before)
         (self._reached if fault.reached else self._missed)[str(fault)] += 1
+        self._kills += fault.kills
         said = "" if fault.reached else ": not reached"
         took = f"{done_s - began_s:.1f} s, checked after {time.monotonic() - done_s:.1f} s more"
         print(f"{fault.number:5} {fault}{said} ({took})", flush=True)
@@ -159,17 +161,23 @@ class Run:
         checks = self._checks
         lines = [f"{count:6}  {what}" for what, count in sorted(self._reached.items())]
         lines += [f"{count:6}  {what}: NOT REACHED" for what, count in sorted(self._missed.items())]
-        kills = sum(n for what, n in self._reached.items() if what.endswith("SIGKILL"))
         return "\n".join(
             [
                 "",
                 *lines,
-                f"{self._reached.total()} faults, {kills} of them kills; {self._groups} groups",
+                f"{self._reached.total()} faults, {self._kills} kills; {self._groups} groups",
                 f"{checks.trace.loads} loads from files, none of weights that were READY",
                 f"tolerated: {dict(checks.tolerated)}",
+                self._by_role(),
                 f"longest pause between two inferences of a worker: {self._paused_s:.2f} s",
             ]
         )
+
+    def _by_role(self) -> str:
+        roles: Counter[str] = Counter()
+        for what, count in self._reached.items():
+            roles[what.partition(":")[0]] += count
+        return ", ".join(f"{role}: {count}" for role, count in roles.most_common())
 
     def _explain(self, fault: Fault | None) -> None:
         """Print what there is to know: the fault, the books, the kernel, the log."""
