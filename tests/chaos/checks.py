@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -285,8 +286,11 @@ class Checks:
 
     # --- a group that is gone ---------------------------------------------------------------------
 
-    def gone(self, tolerated: frozenset[str]) -> None:
-        """See that the kernel has everything back.
+    def gone(self, tolerated: frozenset[str], killed: str) -> None:
+        """See that the kernel has everything back, and that no file is left but by necessity.
+
+        Args:
+            killed: whom, if anybody was: "front", "supervisor" or "everything".
 
         Raises:
             Violation: something is left.
@@ -299,11 +303,17 @@ class Checks:
             lambda: f"segments are left: {kernel.segments(self.trace.starts).holders}",
         )
         self._said()
-
-    def left_files(self) -> list[str]:
-        """Return what a group has left in the file system."""
-        made = [name for name in os.listdir(self._host.folder) if name.startswith("s")]
-        return made + os.listdir(self._host.temporary)
+        left = {name for name in os.listdir(self._host.folder) if name.startswith("s.")}
+        left |= set(os.listdir(self._host.temporary))
+        match killed:
+            case "everything":
+                # Nobody was there to do it. The next group begins with what lies at its socket.
+                for name in os.listdir(self._host.temporary):
+                    shutil.rmtree(os.path.join(self._host.temporary, name))
+            case "supervisor":
+                left.discard("s.group")
+        if left and killed != "everything":
+            raise Violation(f"files are left: {sorted(left)}")
 
     # --- for a report of what went wrong ----------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Run:
         done_s = time.monotonic()
         if fault.reached and fault.ends_group:
             self.host.await_gone()
-            self._checks.gone(fault.tolerated)
+            self._checks.gone(fault.tolerated, fault.role if fault.signal == "KILL" else "")
             self._start(full=fault.signal == "TERM")
         else:
             self.host.await_whole()
@@ -142,7 +142,7 @@ class Run:
     def _end_in_order(self) -> None:
         kill(self.host.front, signal.SIGTERM)
         self.host.await_gone()
-        self._checks.gone(frozenset())
+        self._checks.gone(frozenset(), "")
 
     def _all_reached(self) -> None:
         """See that no place was tried again and again, and never reached: it would test nothing."""
