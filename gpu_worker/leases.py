@@ -8,6 +8,14 @@ Rules
   evicting an idle module would free nothing. What is in use is watched, and looked at again when
   one of its uses ends.
 - RELEASE comes after the unmapping, with the id that the lease has then.
+
+    Note on names
+    fact: a module that its record keeps, and that somebody else has by a name, tells nobody when
+    that name is gone
+    consequence: who was asked whether nothing uses the bytes, while a name was bound, would never
+    say so unless the module was used again; and who waits for the room would wait to his deadline
+    choice: look again, for as long as that is asked and a name is all that is in the way
+    cost: a look every 0.1 s meanwhile; the answer comes that much later
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +40,10 @@ from shm_store.wire import Ack, HeldCharge, HeldMap, Release, Revoke
 if TYPE_CHECKING:
     from gpu_worker.connection import Connection
     from gpu_worker.mapping import Buffer, Mapping, MappingTable
+
+
+NAMED_LOOK_S = 0.1
+"""Between two looks whether a name is gone; see the note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,8 @@ class Leases:
         self._unused = unused
         self._mappings: MappingTable | None = None
         self._charges: dict[GenerationId, Charge] = {}
+        self._named: set[GenerationId] = set()
+        """Which are to be looked at again because of a name. The keeper's own."""
 
     def start(self) -> None:
         """Begin to take grants. Imports torch, which no load with a timeout is to wait for."""
@@ -219,6 +234,17 @@ class Leases:
         if held is not None and held.asked in ("idle", "room"):
             self._serve(gen, held, rested)
 
+    def _look_later(self, gen: GenerationId) -> None:
+        """Have a look after a while: see the note on names."""
+
+        def look() -> None:
+            self._named.discard(gen)
+            self._look_again(gen)
+
+        if gen not in self._named:
+            self._named.add(gen)
+            self.keeper.put_at(time.monotonic() + NAMED_LOOK_S, look)
+
     def _serve(self, gen: GenerationId, held: Mapping | Charge, rested: int | None) -> bool:
         """Let go, or say that nothing uses the bytes, as was asked; say whether that was possible.
 
@@ -231,7 +257,10 @@ class Leases:
         if self._others_use(gen, held, [found.weights for found in seen.values()]):
             return False
         idle = all(seen[worker].record == rested for worker in used)
-        if held.asked == "idle" and idle and not any(one.elsewhere for one in seen.values()):
+        if held.asked == "idle" and idle:
+            if any(one.elsewhere for one in seen.values()):
+                self._look_later(gen)
+                return False
             # In this order: the next REVOKE may be here before that ACK is sent.
             if self._answered(held):
                 self._acknowledge(gen, held.lease, "idle", idle=True)
