@@ -39,9 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--workers", type=int, default=8)
     memory.set_defaults(run=_memory)
 
-    kill = commands.add_parser("kill", help="until the leases of a killed worker are gone")
-    kill.add_argument("--kills", type=int, default=100)
-    kill.set_defaults(run=_kill)
+    death = commands.add_parser("death", help="until leases are gone, or a coordinator is back")
+    death.add_argument("--kills", type=int, default=100, help="of workers")
+    death.add_argument("--coordinator-kills", type=int, default=10)
+    death.set_defaults(run=_death)
 
     start = commands.add_parser("start", help="until a coordinator listens, and what it then takes")
     start.add_argument("--starts", type=int, default=10)
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("--sessions", type=int, default=256)
     scale.set_defaults(run=_scale)
 
-    for command in (attach, memory, kill, start, lock, scale):
+    for command in (attach, memory, death, start, lock, scale):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -106,10 +107,10 @@ def _memory(options: argparse.Namespace) -> Outcome:
     )
 
 
-def _kill(options: argparse.Namespace) -> Outcome:
-    from benchmarks import kill
+def _death(options: argparse.Namespace) -> Outcome:
+    from benchmarks import death
 
-    return kill.run(kill.Options(options.kills))
+    return death.run(death.Options(options.kills, options.coordinator_kills))
 
 
 def _start(options: argparse.Namespace) -> Outcome:

@@ -7,6 +7,7 @@ with preloading forks its workers: so a hundred of them cost seconds, not minute
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -34,9 +35,10 @@ class Order:
     Attributes:
         socket: of the coordinator; empty for a peer that loads the file itself.
         keys: held each, from the same source.
-        source: the `.safetensors` file.
+        source: the `.safetensors` file. For the floor, a file whose bytes are mapped and no more.
         convert: hold the weights as bf16, converted from what the file has.
         read: read every page.
+        bare: without a coordinator: map the source once for each key, and load nothing.
     """
 
     socket: str
@@ -44,6 +46,7 @@ class Order:
     source: str
     convert: bool = False
     read: bool = True
+    bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +148,18 @@ def _hold(order: Order, connection: Connection) -> None:
         pass  # let go
 
 
+def _mapped(path: str) -> Tensors:
+    with open(path, "rb") as file:
+        whole = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+    return {"": torch.frombuffer(whole, dtype=torch.uint8)}
+
+
 def _get(worker: gpu_worker.Worker | None, key: str, order: Order) -> Tensors:
     def load() -> Tensors:
         return _converted(safetensors.torch.load_file(order.source), order.convert)
 
+    if order.bare:
+        return _mapped(order.source)
     if worker is None:
         return load()
     if order.convert:

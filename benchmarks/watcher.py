@@ -1,4 +1,4 @@
-"""The floor of `kill`: a process that watches one pidfd and says, when asked, if it was readable.
+"""The floor of `death`: a process that watches one pidfd and says, when asked, if it was readable.
 
     python -m benchmarks.watcher FD
 

@@ -85,6 +85,7 @@ class GroupFile:
                     f"another `weight-cache launch`{who} has {self._path.removesuffix('.group')}"
                 ) from None
             if self._is_ours(fd):
+                os.ftruncate(fd, 0)  # what a group has left behind that was killed
                 return fd
             os.close(fd)  # its owner unlinked it between our open and our lock
 

@@ -3,6 +3,7 @@
 `LineCutter` is pure. An `Outlet` is our own standard output or error. Whoever reads that slowly
 slows the workers down, through their pipes, and nobody else: the supervisor never waits for it.
 Once it is gone, the workers' pipes go too, so that they notice as if they had written themselves.
+A full disk costs lines, and no worker its pipe: how much is missing is said once there is room.
 
 Bytes pass as they are: only line ends matter, and a line that does not end is cut.
 
@@ -16,6 +17,7 @@ Bytes pass as they are: only line ends matter, and a line that does not end is c
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -32,6 +34,10 @@ OUTLET_LIMIT_BYTES = 1 << 20
 """With so much unwritten, nothing more is read until half of it is written."""
 
 SMALL_WRITE_BYTES = select.PIPE_BUF
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""There is no room for what is written, and there may be later."""
+LOST = b"\nweight-cache: %d bytes are missing here, because the disk was full\n"
 
 
 class LineCutter:
@@ -63,12 +69,18 @@ class Outlet:
         self._loop = loop
         self._write, self._fd, self._close = _writer(fd)
         self._unwritten = bytearray()
+        self._lost_bytes = 0
+        """Since there was room last."""
         self._sources: set[Source] = set()
         self.gone = False
         """Nobody reads it any more."""
 
     def put(self, data: bytes) -> None:
-        """Write `data`, now or when there is room. It is dropped if nobody reads any more."""
+        """Write `data`, now or when there is room.
+
+        It is dropped if nobody reads any more, or if the disk is full; in the second case what is
+        written next comes behind a line that says how much is missing.
+        """
         if not self.gone:
             self._unwritten += data
             self.flush()
@@ -87,13 +99,17 @@ class Outlet:
     def flush(self) -> None:
         """Write what there is room for."""
         try:
+            if self._lost_bytes and self._unwritten:
+                self._write(LOST % self._lost_bytes)
+                self._lost_bytes = 0
             while self._unwritten:
                 written = self._write(bytes(self._unwritten[:READ_BYTES]))
                 del self._unwritten[:written]
         except BlockingIOError:
             pass
-        except OSError:  # the reader is gone, or the disk is full: nothing more gets out
-            self.gone = True
+        except OSError as error:
+            self.gone = error.errno not in FULL
+            self._lost_bytes += len(self._unwritten)
             self._unwritten.clear()
         if self._unwritten:
             self._loop.when_writable(self._fd, self.flush)

@@ -1,4 +1,4 @@
-"""How this package waits for others: in steps, and never in a forked child. Pure but for the pid.
+"""How this package waits for others: in steps, and in one process. Pure but for the pid.
 
 Note on a fork in the middle of a call
 fact: a signal handler may fork during a wait, and user code in a callback; the child then goes
@@ -26,7 +26,7 @@ def refuse_fork(pid: int) -> None:
         ForkedProcess: this is another one.
     """
     if os.getpid() != pid:
-        raise ForkedProcess("this worker was attached by the parent of this process")
+        raise ForkedProcess("this call is one of the parent process, which goes on with it")
 
 
 def steps(left_s: float | None, pid: int) -> Iterator[float]:

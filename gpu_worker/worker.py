@@ -130,8 +130,10 @@ def attach(
 class Worker:
     """An attached process's weights. Made by `attach`; thread-safe; a context manager.
 
-    Every method raises ForkedProcess in a forked child, and CallerError when a finalizer or a
-    signal handler calls it in the middle of another call.
+    A forked child has it, too, and what it holds: as an attached process of its own, before any of
+    its code runs. A call during which its process was forked raises ForkedProcess there. Every
+    method raises CallerError when a finalizer or a signal handler calls it in the middle of another
+    call.
     """
 
     def __init__(

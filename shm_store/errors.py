@@ -150,10 +150,13 @@ class WorkerClosed(CallerError):
 
 
 class ForkedProcess(CallerError):
-    """The library was attached in a parent process and is used in its forked child."""
+    """A call that was under way when its process was forked goes on in the child, or so it seems.
+
+    It is the parent's. So is everything in a copy that was made without Python's at-fork hooks.
+    """
 
     code = "forked_process"
-    default_remedy = "attach in the child, or start it with 'spawn'"
+    default_remedy = "call again in the child"
 
 
 class Cancelled(CallerError):

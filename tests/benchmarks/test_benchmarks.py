@@ -87,6 +87,15 @@ def test_memory_finds_one_copy_of_ours_and_a_private_copy_per_process_of_the_pee
 
 
 @pytest.mark.process
+def test_death_is_compared_with_that_of_a_bare_process():
+    """`death --json`: from the kill, from the kernel's notice, and of a coordinator."""
+    killed, noticed, missed = run("death", "--kills", "3", "--coordinator-kills", "1")
+    assert killed["ours"] > noticed["ours"] > 0 and killed["floor"] > noticed["floor"] > 0
+    assert claims(noticed)["kills after which another lease had changed"] == 0
+    assert missed["floor"] is None and claims(missed)["longest in s"] >= missed["ours"] > 0.5
+
+
+@pytest.mark.process
 def test_lock_sends_nothing_and_is_compared_with_a_bare_lock():
     """`lock --json`: alone, nested and contended; no message leaves the process meanwhile."""
     alone, nested, contended = run("lock", "--pairs", "100", "--rounds", "3")

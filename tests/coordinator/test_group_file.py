@@ -62,7 +62,7 @@ def test_a_file_that_was_left_behind_means_nothing_and_is_used_again(path):
     assert os.path.exists(group_path(path))
     assert read_group(path) is None
     with GroupFile(path):
-        pass
+        assert read_group(path) is None, "what the next group has not said yet, it has not said"
     assert not os.path.exists(group_path(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from coordinator.loop import Loop
 from coordinator.output import (
     LINE_LIMIT_BYTES,
+    LOST,
     OUTLET_LIMIT_BYTES,
     READ_BYTES,
     LineCutter,
@@ -136,6 +138,29 @@ def test_a_reader_that_has_gone_is_gone_for_the_worker_too(loop, piped):
     assert late.fd == -1
 
 
+def test_a_full_disk_costs_lines_and_no_worker_its_pipe(loop, piped, monkeypatch):
+    """What is missing is said when there is room again."""
+    write, disk = piped.outlet._write, {"is full": True}
+
+    def into_disk(data: bytes) -> int:
+        if disk["is full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(data)
+
+    monkeypatch.setattr(piped.outlet, "_write", into_disk)
+    for _ in range(2):
+        os.write(piped.worker, b"lost\n")
+        loop.turn()
+    assert not piped.outlet.gone
+    assert piped.outlet.unwritten_bytes == 0
+    disk["is full"] = False
+    for _ in range(2):
+        os.write(piped.worker, b"seen\n")
+        loop.turn()
+    missing = LOST % (2 * len(b"[w] lost\n"))
+    assert os.read(piped.reader, 1000) == missing + 2 * b"[w] seen\n"
+
+
 def test_the_blocking_of_what_we_share_is_left_alone(loop, piped):
     theirs = os.dup(piped.worker)
     os.set_blocking(theirs, True)
@@ -250,6 +275,22 @@ def test_a_reader_that_goes_ends_a_worker_as_it_would_have_without_us(launch):
     assert launched.line() == "y"
     launched.process.stdout.close()
     assert launched.process.wait(WAIT_S) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.process
+def test_workers_go_on_when_the_disk_is_full(launch):
+    """They print, and what they print is lost."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        launched = launch(
+            worker="""
+for _ in range(1000):  # far more than a pipe holds that nobody reads
+    print('lost' * 250)
+print('seen', file=sys.stderr)
+""",
+            stdout=full,
+        )
+        assert "[worker 0] seen" in launched.said("seen")
+        assert launched.process.wait(WAIT_S) == 0
 
 
 @pytest.mark.process

@@ -1,13 +1,19 @@
-"""`kill`: how long the leases of a worker outlive it.
+"""`death`: how long the leases of a worker outlive it, and how long a coordinator is missed.
 
-A worker that holds two models is killed with SIGKILL, a hundred times. The clock starts when the
-kernel says that the process has ended: its pidfd is readable, in a poll of our own, at the same
-moment as in the coordinator's. It stops when the answer to a STATUS, asked for over and over on a
-raw connection, shows neither its leases nor its session any more. So the time of a STATUS is in the
-figure, and is reported beside it; nothing is subtracted.
+A worker that holds two models, and has read all of them, is killed with SIGKILL, a hundred times.
+The clock stops when the answer to a STATUS, asked for over and over on a raw connection, shows
+neither its leases nor its session any more. So the time of a STATUS is in the figure, and is
+reported beside it; nothing is subtracted. It starts, for the first row, at the kill; for the second
+when the kernel says that the process has ended: its pidfd is readable, in a poll of our own, at the
+same moment as in the coordinator's.
 
-The floor is measured the same way, in between: a worker-like process that holds no lease is killed,
-and a process that does nothing else watches its pidfd and is asked.
+The floor is measured the same way, in between: a process that has mapped and read as many bytes of
+the same kind of memory, and holds no lease, is killed, and another that does nothing else watches
+its pidfd and is asked.
+
+A coordinator is killed in a group of its own each time, while a process that holds a lease is
+stopped, so that the next one awaits it. The clock runs from the kill until a worker that asks then
+has been granted a key that was READY: start, pause before it, and the worker's coming back.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ import contextlib
 import gc
 import os
 import select
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -24,12 +33,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import gpu_worker
 from benchmarks.checkpoint import generate, write_safetensors
 from benchmarks.contenders import FLOOR, OURS
-from benchmarks.coordinator_process import CoordinatorProcess
+from benchmarks.coordinator_process import ROOT, CoordinatorProcess
 from benchmarks.holders import Holder, Order
 from benchmarks.rows import Claim, Outcome, Row, conditions, interleave, percentile
 from benchmarks.watcher import Watcher
+from coordinator.group_file import read_group
 from coordinator.operator import Operator
 from shm_store.report import StatusReport
 
@@ -37,6 +48,7 @@ KEYS = ("benchmark/kill/a", "benchmark/kill/b")
 SIZE_BYTES = 64_000_000
 TENSORS = 100
 LIMIT_S = 0.002
+MISSED_LIMIT_S = 1.0
 GONE_LIMIT_S = 10.0
 PREPARED = 3
 """Workers that hold while one of them is killed: the others' leases must not change."""
@@ -50,6 +62,7 @@ class Options:
     """How often."""
 
     kills: int = 100
+    coordinator_kills: int = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +70,13 @@ class _Kill:
     """What one kill showed.
 
     Attributes:
-        gone_s: from the kernel's notice to the answer that shows no trace of the process.
+        dead_s: from the kill to the kernel's notice.
+        gone_s: from there to the answer that shows no trace of the process.
         asked_s: how long each question took meanwhile.
         undisturbed: all other leases are as they were.
     """
 
+    dead_s: float
     gone_s: float
     asked_s: list[float]
     undisturbed: bool
@@ -78,7 +93,11 @@ def run(options: Options) -> Outcome:
         watcher = stack.enter_context(Watcher())
         workers = _Supply(Order(socket, KEYS, file), PREPARED)
         stack.callback(workers.close)
-        strangers = _Supply(Order("", KEYS, file), 1)
+        bytes_fd = os.memfd_create("benchmark")
+        stack.callback(os.close, bytes_fd)
+        os.posix_fallocate(bytes_fd, 0, SIZE_BYTES)
+        same = f"/proc/{os.getpid()}/fd/{bytes_fd}"
+        strangers = _Supply(Order("", KEYS, same, bare=True), 1)
         stack.callback(strangers.close)
         taken = interleave(
             options.kills,
@@ -88,7 +107,9 @@ def run(options: Options) -> Outcome:
             },
         )
         idle_s = statistics.median(_status_s(operator) for _ in range(200))
-    return Outcome("kill", conditions(kills=options.kills), [_row(taken, idle_s)])
+        rows = [_row_from_kill(taken), _row(taken, idle_s)]
+        rows.append(_missed([_coordinator(file) for _ in range(options.coordinator_kills)]))
+    return Outcome("death", conditions(kills=options.kills), rows)
 
 
 class _Supply:
@@ -114,9 +135,9 @@ class _Supply:
 def _kill_worker(victim: Holder, operator: Operator) -> _Kill:
     before = _leases(operator.status())
     assert sum(pid == victim.pid for _, pid in before) == len(KEYS)
-    gone_s, asked_s = _kill(victim, lambda: not _present(victim.pid, operator.status()))
+    gone = _kill(victim, lambda: not _present(victim.pid, operator.status()))
     after = _leases(operator.status())
-    return _Kill(gone_s, asked_s, after == {lease for lease in before if lease[1] != victim.pid})
+    return _Kill(*gone, after == {lease for lease in before if lease[1] != victim.pid})
 
 
 def _kill_stranger(victim: Holder, watcher: Watcher) -> _Kill:
@@ -128,14 +149,15 @@ def _kill_stranger(victim: Holder, watcher: Watcher) -> _Kill:
     return _Kill(*_kill(victim, watcher.gone), undisturbed=True)
 
 
-def _kill(victim: Holder, gone: Callable[[], bool]) -> tuple[float, list[float]]:
-    """Return the seconds from the kernel's notice until `gone`, and those each question took."""
+def _kill(victim: Holder, gone: Callable[[], bool]) -> tuple[float, float, list[float]]:
+    """Return the seconds to the kernel's notice, from there to `gone`, and of each question."""
     pidfd = os.pidfd_open(victim.pid)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     asked_s = []
     gc.disable()
     try:
+        killed_s = time.perf_counter()
         victim.kill()
         poll.poll()
         noticed_s = before_s = time.perf_counter()
@@ -144,7 +166,7 @@ def _kill(victim: Holder, gone: Callable[[], bool]) -> tuple[float, list[float]]
             now_s = time.perf_counter()
             asked_s.append(now_s - before_s)
             if ended:
-                return now_s - noticed_s, asked_s
+                return noticed_s - killed_s, now_s - noticed_s, asked_s
             before_s = now_s
     finally:
         gc.enable()
@@ -172,6 +194,78 @@ def _status_s(operator: Operator) -> float:
     started_s = time.perf_counter()
     operator.status()
     return time.perf_counter() - started_s
+
+
+def _coordinator(file: str) -> float:
+    """Kill a coordinator, and return how long a worker waits for what it asks then."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wc-"))
+        socket = f"{folder}/c.sock"
+        group = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "coordinator", "launch", "--socket", socket, "--"),
+                *(sys.executable, "-c", "import signal; signal.pause()"),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(group.wait)
+        stack.callback(group.terminate)
+        while not os.path.exists(socket):
+            time.sleep(0.01)
+        stopped = Holder(Order(socket, KEYS[:1], file))
+        stack.callback(stopped.let_go)
+        stopped.wait()
+        with gpu_worker.attach(socket) as worker:
+            state = worker.state_dict(KEYS[0], source=file)
+            os.kill(stopped.pid, signal.SIGSTOP)
+            stack.callback(os.kill, stopped.pid, signal.SIGCONT)
+            started_s = time.perf_counter()
+            os.kill(_coordinator_pid(socket), signal.SIGKILL)
+            again = worker.state_dict(KEYS[0], source=file)
+            missed_s = time.perf_counter() - started_s
+            assert state.keys() == again.keys()
+            del state, again
+        return missed_s
+
+
+def _coordinator_pid(socket: str) -> int:
+    group = read_group(socket)
+    assert group is not None
+    (pid,) = (member.pid for member in group.members if member.name == "coordinator")
+    assert pid is not None
+    return pid
+
+
+def _missed(missed_s: list[float]) -> Row:
+    return Row(
+        case="a READY key granted after SIGKILL of the coordinator, one holder stopped",
+        unit="s",
+        ours=statistics.median(missed_s),
+        floor=None,
+        claims=[Claim("longest in s", max(missed_s), MISSED_LIMIT_S)],
+        beside={"longest_s": max(missed_s)},
+    )
+
+
+def _row_from_kill(taken: dict[str, list[_Kill]]) -> Row:
+    ours, floor = ([kill.dead_s + kill.gone_s for kill in taken[of]] for of in (OURS, FLOOR))
+    bare = [kill.dead_s for kill in taken[FLOOR]]
+    above_s = statistics.median(ours) - statistics.median(bare)
+    return Row(
+        case="leases gone after SIGKILL, from the kill",
+        unit="s",
+        ours=statistics.median(ours),
+        floor=statistics.median(bare),
+        claims=[Claim("median above the floor's in s", above_s, LIMIT_S)],
+        beside={
+            "floor, asked of a watcher_s": statistics.median(floor),
+            "99th percentile_s": percentile(ours, 99),
+            "floor, 99th percentile_s": percentile(bare, 99),
+        },
+    )
 
 
 def _row(taken: dict[str, list[_Kill]], idle_s: float) -> Row:
