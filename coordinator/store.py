@@ -102,7 +102,7 @@ class Store:
         if not inherited:
             return None
         found = Found()
-        numbers = [0]
+        numbers, read = [0], 0
         for name, fds in inherited.items():
             kind, _, what = name.partition("-")
             kept = False
@@ -114,13 +114,19 @@ class Store:
                     found.sessions[what] = fds[0]
             elif kind == "words" and what.isdigit():
                 words = _read_words(fds[0])
-                if words is not None and int(what) > max(numbers):
-                    found.words = words
+                if words is not None and int(what) > read:
+                    found.words, read = words, int(what)
                 numbers.append(int(what))
-            close_all(fds[kept:])
-            if kind != "words" and not kept:
+            if len(fds) > 1:
+                log.warning("%s was stored %d times: one is used", name, len(fds))
+            if kind != "words" and (not kept or len(fds) > 1):
                 self._say(name, None)
+                if kept:
+                    self._say(name, fds[0])
+            close_all(fds[kept:])
         self._number = max(numbers)
+        if read < self._number:
+            self.remember(found.words)  # the newest are none: it is for these to be found next
         for number in sorted(set(numbers) - {0, self._number}):
             self._say(f"words-{number}", None)
         return found
