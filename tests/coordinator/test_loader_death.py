@@ -12,7 +12,7 @@ import pytest
 from shm_store.layout import PAGE_BYTES
 from shm_store.wire import Acquire, Fail, Grant, Release
 from tests.coordinator.held_loaders import NEVER, PROGRAM, HeldLoaders
-from tests.processes import WAIT_S, Coordinator, Peer, running, write_safetensors
+from tests.processes import WAIT_S, Coordinator, Peer, running, who_has, write_safetensors
 
 pytestmark = pytest.mark.process
 
@@ -71,20 +71,6 @@ def waited_for(coordinator: Coordinator, key: str) -> str:
     while (found := watcher.generation(key)) is None or found.waiting < 2:
         pass
     return found.generation
-
-
-def who_has(gen: str) -> list[int]:
-    """The kernel's word: every process that has an fd or a map of this generation's segment."""
-    name, found = f"memfd:weight-cache:{gen}", []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            fds = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue  # it ended while we looked, or is somebody else's
-        if name in maps or any(name in fd for fd in fds):
-            found.append(int(pid))
-    return found
 
 
 def gone(coordinator: Coordinator, gen: str) -> None:
