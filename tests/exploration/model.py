@@ -22,7 +22,7 @@ from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 
 OF_WORKERS = frozenset(
-    {"reader", "keeper", "thread", "die", "disconnect", "reconnect", "unmapped", "cancel"}
+    {"reader", "keeper", "thread", "die", "disconnect", "reconnect", "unmapped", "cancel", "fork"}
 )
 """Actions of one worker, whose session comes next. The others are its host's."""
 

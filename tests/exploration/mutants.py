@@ -14,12 +14,13 @@ from unittest.mock import patch
 
 import coordinator.ledger as heart
 from coordinator.ledger import admission, eviction, lifecycle, recovery
+from coordinator.ledger import turn as turn_of_ledger
 from coordinator.ledger.events import Unkeep
 from coordinator.ledger.state import LEASABLE, State
 from coordinator.ledger.turn import Turn
 from gpu_worker.records import Records
 from shm_store.errors import Cancelled
-from shm_store.keys import RequestId
+from shm_store.keys import RequestId, generation_id
 from tests.exploration.explore import Explored, explore
 from tests.exploration.host import Host
 from tests.exploration.worker import Worker
@@ -301,6 +302,25 @@ def _says_what_it_was_granted(turn: Turn, session: Any, lease: Any, generation: 
 _lease = Turn.lease
 
 
+def _names_by_key(self: Worker) -> Any:
+    """States what is READY under the key of what it has."""
+    for offer in _stated_maps(self):
+        ready = self.host.ledger.ready(offer.key)
+        if ready is not None:
+            yield replace(offer, gen=ready.id)
+
+
+def _states_nothing_retired(self: Worker) -> Any:
+    return (offer for offer in _stated_maps(self) if not offer.stale)
+
+
+_stated_maps = Worker._stated_maps
+
+
+def _begins_anew(start_ns: int, counter: int) -> str:
+    return generation_id(1, counter)
+
+
 MUTANTS = [
     Mutant(
         1,
@@ -547,6 +567,30 @@ MUTANTS = [
         Host,
         "_effect",
         _keeps_for_ever,
+    ),
+    Mutant(
+        22,
+        "ids begin anew after a crash",
+        "crash: two builders",
+        turn_of_ledger,
+        "generation_id",
+        _begins_anew,
+    ),
+    Mutant(
+        24,
+        "a child states the key of what it has inherited",
+        "a holder forks, and what it has is retired",
+        Worker,
+        "_stated_maps",
+        _names_by_key,
+    ),
+    Mutant(
+        24,
+        "a child does not state what is retired",
+        "a holder forks, and what it has is retired",
+        Worker,
+        "_stated_maps",
+        _states_nothing_retired,
     ),
     Mutant(
         25,

@@ -28,6 +28,7 @@ FAULTS = frozenset(
         "nomem",
         "unsealed",
         "unmapped",
+        "fork",
     }
 )
 """Actions that nobody has to take: progress must not depend on them."""

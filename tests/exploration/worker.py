@@ -419,6 +419,22 @@ class Worker:
         thread.land()
         thread.next()
 
+    def can_fork(self) -> Iterator[Action]:
+        if self.alive and self.mappings:
+            yield ("fork", self.session)
+
+    def do_fork(self) -> None:
+        """A child has what is mapped here, until nothing of it uses that; then it says so.
+
+        It is a session of its own, whose maps nobody counts before it has stated them.
+        """
+        child = Worker(self.host, len(self.host.workers), rids=self.rids, connected=False)
+        for mapping in self.mappings:
+            copy = replace(mapping, lease=child.next_rid(), watched=False)
+            child.mappings.append(copy)
+            child.table[copy.gen] = copy
+        self.host.workers.append(child)
+
     # --- what must hold ---------------------------------------------------------------------------
 
     def _evicts(self, gen: GenerationId) -> None:

@@ -411,6 +411,19 @@ RESTARTS = [
         sizes={"a": 60},
     ),
     World(
+        "a holder forks, and what it has is retired",
+        ((once(op("state", "a"), op("drop", "a")),), (once(op("invalidate", "a"), use("a")),)),
+        {"a": 30},
+        faults={"fork": 1, "die": 1},
+        resumes=True,
+    ),
+    _crash(
+        "crash: a holder forks",
+        (once(op("state", "a"), op("drop", "a")),),
+        (once(use("a")),),
+        faults={"fork": 1},
+    ),
+    World(
         "a builder loses its connection, and comes back",
         ((once(use("a", build=True)),), (once(use("a", build=True)),)),
         A,
@@ -431,7 +444,7 @@ RESTARTS = [
         resumes=True,
     ),
 ]
-"""Coordinators that die, and connections that are lost."""
+"""Coordinators that die, connections that are lost, and forks."""
 
 SMALL += RESTARTS
 
