@@ -8,7 +8,7 @@ from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Exit, Remember
 from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report, silent_text
-from coordinator.ledger.state import LOADER, Draining, Flushing, Invalidating, Ledger, State
+from coordinator.ledger.state import LOADER, OTHERS, Draining, Flushing, Invalidating, Ledger, State
 from coordinator.ledger.turn import Turn
 from shm_store.errors import (
     ArgumentRefused,
@@ -256,12 +256,18 @@ def settle_drain(turn: Turn) -> None:
         elif generation.private:
             for holder in list(generation.leases):
                 turn.revoke(holder, generation, "stale")
-    if ledger.generations or any(session.silent for session in ledger.sessions.values()):
+    if ledger.generations or _may_hold_more(ledger):
         return
     for draining in ledger.drains:
         turn.send(draining.session, Done(draining.rid))
     ledger.drains = []
     turn.do(Exit())
+
+
+def _may_hold_more(ledger: Ledger) -> bool:
+    """Say whether somebody who was attached before has not spoken yet, known here or not."""
+    silent = any(session.silent for session in ledger.sessions.values())
+    return silent or OTHERS in ledger.awaited
 
 
 def _draining() -> DrainingError:
@@ -290,7 +296,7 @@ def expire_drains(turn: Turn) -> None:
         left = ledger.generations.values()
         count = len(left)
         what = "1 generation is still held" if count == 1 else f"{count} generations are still held"
-        if any(session.silent for session in ledger.sessions.values()):
+        if _may_hold_more(ledger):
             what = f"{what}; {silent_text(ledger)} may hold more"
         error = DrainIncomplete(
             what,

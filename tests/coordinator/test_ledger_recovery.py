@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ledger.events import Offer, Recovered, Resumed, StartLoader
+from coordinator.ledger.events import Exit, Offer, Recovered, Resumed, StartLoader
 from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
 from shm_store.wire import Ack, Done, Drain, Evict, Grant, HeldCharge, Invalidate, Pin, Revoke
@@ -137,6 +137,26 @@ class TestAwaited:
         world.wait_until(20.0)
         assert world.failure(7, rid) == "drain_incomplete"
         assert "1001" in world.answer(7, rid).cause.message
+
+    def test_a_drain_waits_for_those_whom_nobody_knows(self):
+        """Only as long as they are waited for; and one who comes in time is waited for himself."""
+        world = recovered(others=True)
+        world.attach(7)
+        world.say(7, Drain(world.rid(7), 0.5))
+        assert not world.done(Exit)
+        world.wait_until(1.0)
+        assert (
+            "a process that was attached before may hold more" in world.answer(7, 1).cause.message
+        )
+        world.attach(8)
+        resume(world, 8, maps=(offer(1, lease=5),))
+        world.wait_until(10.0)
+        assert world.state(f"{OLD}1") is State.RETIRED and not world.done(Exit)
+        alone = recovered(others=True)
+        alone.attach(7)
+        alone.say(7, Drain(alone.rid(7), 20.0))
+        alone.wait_until(10.0)
+        assert len(alone.done(Exit)) == 1
 
     def test_others_may_offer_what_nobody_kept(self):
         """A plain restart: nobody knows who was there."""

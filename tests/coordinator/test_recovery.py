@@ -160,6 +160,7 @@ class TestKept:
         assert holder.expect(Revoke).asked == "stale"
         group.crash()
         back = group.peer("holder", (HeldMap(held.gen, held.rid, True), [fd]))
+        assert back.expect(Revoke).asked == "stale", "counted, and asked for again"
         back.rid = 60
         back.send(Acquire(back.next_rid(), "more", None, "", 5.0))
         assert back.expect(Fail).cause.code == "draining"
