@@ -9,18 +9,21 @@ Beside that one thread infers all the time, with a module that it has locked fro
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import json
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -38,6 +41,8 @@ PATIENCE_S = 60.0
 TIMEOUT_S = 90.0
 """Longer than any fault lasts: nobody may run out of time."""
 INVALIDATE_S = 60.0
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>. Nobody else ends a child whose parent is killed."""
 ATTACH_S = 60.0
 PACE_S = 0.004
 """Between two inferences of the steady thread, which is not to take a processor for itself."""
@@ -47,6 +52,14 @@ class Wrong(Exception):
     """A result is not what it must be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state dict that is kept for a while."""
+
+    weights: Weights
+    state: dict[str, torch.Tensor]
+
+
 class Working:
     """Everything that one worker does."""
 
@@ -54,7 +67,7 @@ class Working:
         self._folder = folder
         self._worker = worker
         self._lots = random.Random()
-        self._kept: list[dict[str, torch.Tensor]] = []
+        self._kept: list[Kept] = []
         self.did = 0
         self.inferred = 0
         self.longest_pause_s = 0.0
@@ -68,6 +81,7 @@ class Working:
             (1, "prefetch", self._prefetch),
             (3, "evict", self._evict),
             (1, "invalidate", self._invalidate),
+            (1, "fork", self._fork),
         ]
 
     def begin(self, seed: str) -> None:
@@ -136,7 +150,7 @@ class Working:
             raise Wrong(f"{one.key} is of version {version}, its file {oldest} to {newest}")
         _all_same(one, version, state)
         if one in SOURCES[:KEPT]:
-            self._kept.append(state)
+            self._kept.append(Kept(one, state))
         while len(self._kept) > 2 or (self._kept and self._lots.random() < 0.5):
             self._kept.pop(0)
 
@@ -185,6 +199,29 @@ class Working:
 
     def _invalidate(self) -> None:
         self._worker.invalidate(self._lots.choice(SOURCES + BUILDS).key, INVALIDATE_S)
+
+    def _fork(self) -> None:
+        """A child, which has all that this has, asks for more, and says what it must not see."""
+        mine = os.getpid()
+        child = os.fork()
+        if child:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                raise Wrong(f"a forked child ended with {code}")
+            return
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != mine:
+                os._exit(0)
+            for kept in self._kept:
+                _all_same(kept.weights, int(kept.state["version"]), kept.state)
+            self._kept.clear()
+            self._state_dict()
+            self._use()
+            self._worker.flush(TIMEOUT_S)
+        except BaseException as error:
+            self.report("in a forked child", error)
+        os._exit(0)
 
     # --- what goes on all the time ----------------------------------------------------------------
 
