@@ -35,6 +35,8 @@ from tests.chaos.hook import FOLDER_VARIABLE
 from tests.chaos.weights import BUILDS, KEPT, PRIVATE, SOURCES, STEADY, Net, Weights
 
 CONTROL = "control.sock"
+GO_ALONE = "go-alone"
+"""As `go`, and nobody is to fork."""
 FAULTS = "faults.jsonl"
 
 PATIENCE_S = 60.0
@@ -67,6 +69,7 @@ class Working:
         self._folder = folder
         self._worker = worker
         self._lots = random.Random()
+        self._forks = True
         self._kept: list[Kept] = []
         self.did = 0
         self.inferred = 0
@@ -84,9 +87,10 @@ class Working:
             (1, "fork", self._fork),
         ]
 
-    def begin(self, seed: str) -> None:
+    def begin(self, seed: str, *, forks: bool) -> None:
         """Draw by these lots from now on."""
         self._lots.seed(seed)
+        self._forks = forks
 
     def do_one(self) -> None:
         """Do something, by lot. What goes wrong is reported."""
@@ -202,6 +206,8 @@ class Working:
 
     def _fork(self) -> None:
         """A child, which has all that this has, asks for more, and says what it must not see."""
+        if not self._forks:
+            return
         mine = os.getpid()
         child = os.fork()
         if child:
@@ -296,7 +302,7 @@ def main(folder: str) -> int:
             word, _, seed = line.strip().partition(" ")
             paused = word == "pause"
             if not paused:
-                working.begin(seed)
+                working.begin(seed, forks=word != GO_ALONE)
             else:
                 working.settle()
                 facts = (working.did, working.inferred, working.longest_pause_s)
