@@ -22,7 +22,7 @@ class Manager:
 
     def read(self) -> list[str]:
         """Return all that has come, one line per message."""
-        said = []
+        said: list[str] = []
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
