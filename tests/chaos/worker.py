@@ -110,6 +110,10 @@ class Working:
         self._worker.flush(TIMEOUT_S)
 
     def report(self, doing: str, error: BaseException) -> None:
+        self._write(self._told(doing, error))
+
+    def _told(self, doing: str, error: BaseException) -> str:
+        """Return all of an error in one line. Of the error that is being handled."""
         line = json.dumps(
             {
                 "at_s": time.monotonic(),
@@ -121,9 +125,12 @@ class Working:
                 "traceback": traceback.format_exc(),
             }
         )
+        return f"{line}\n"
+
+    def _write(self, line: str) -> None:
         path = os.path.join(self._folder, FAULTS)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, f"{line}\n".encode())
+        os.write(fd, line.encode())
         os.close(fd)
 
     # --- what it does -----------------------------------------------------------------------------
@@ -205,14 +212,23 @@ class Working:
         self._worker.invalidate(self._lots.choice(SOURCES + BUILDS).key, INVALIDATE_S)
 
     def _fork(self) -> None:
-        """A child, which has all that this has, asks for more, and says what it must not see."""
+        """A child, which has all that this has, asks for more, and says what it must not see.
+
+        To its parent: whoever is killed with the group has nothing to report.
+        """
         if not self._forks:
             return
         mine = os.getpid()
+        hearing, saying = os.pipe()
         child = os.fork()
         if child:
+            os.close(saying)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code:
+            with open(hearing) as heard:
+                said = heard.read()
+            if said:
+                self._write(said)
+            elif code:
                 raise Wrong(f"a forked child ended with {code}")
             return
         try:
@@ -226,7 +242,7 @@ class Working:
             self._use()
             self._worker.flush(TIMEOUT_S)
         except BaseException as error:
-            self.report("in a forked child", error)
+            os.write(saying, self._told("in a forked child", error).encode())
         os._exit(0)
 
     # --- what goes on all the time ----------------------------------------------------------------
