@@ -224,9 +224,13 @@ class Executor:
         link.close()
         del self._links[gen]
         self._started(gen)
+        end = ending(code)
+        if code == -signal.SIGKILL:
+            # It waits as a volunteer, beside a backing child that may be the smaller of the two.
+            end += ", probably by the kernel's OOM killer"
         if code and code != -child.sent:
-            log.warning("the loader of generation %s ended (%s)", gen, ending(code))
-        self._feed(LoaderEnded(gen, f"ended ({ending(code)})"))
+            log.warning("the loader of generation %s ended (%s)", gen, end)
+        self._feed(LoaderEnded(gen, f"ended ({end})"))
 
     # --- segments -------------------------------------------------------------------------------
 

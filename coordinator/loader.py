@@ -177,6 +177,8 @@ def _serve(channel: Channel, fetch: Fetch, source_fd: int) -> int:
 
 
 def _described(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"  # which it does not say itself
     text = error.message if isinstance(error, WeightCacheError) else str(error)
     return f"{type(error).__name__}: {text}"
 
@@ -196,8 +198,8 @@ def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
         manifest = encode_manifest(checkpoint.manifest)
     except MemoryError as error:
         raise SourceUnsupported(
-            f"{fetch.source}: reading its header takes more than "
-            f"{MEMORY_LIMIT_BYTES // (1024 * 1024)} MiB of memory",
+            f"{fetch.source}: its header takes more memory than a loader may have, which is "
+            f"{MEMORY_LIMIT_BYTES // (1024 * 1024)} MiB at most",
             source=fetch.source,
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error

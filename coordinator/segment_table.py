@@ -8,7 +8,7 @@ from coordinator.fd_limit import FOR_SEGMENTS, require_free
 from coordinator.ledger.events import Offer
 from shm_store import segment
 from shm_store.errors import SegmentRefused
-from shm_store.keys import GenerationId, LeaseId
+from shm_store.keys import GenerationId, LeaseId, parse_key
 from shm_store.manifest import Preamble
 
 
@@ -34,9 +34,11 @@ def offer_of(fd: int, lease: LeaseId = LeaseId(0)) -> Offer:  # noqa: B008 (a nu
 
     Raises:
         SegmentRefused: it is not sealed, has no manifest, or lacks pages.
+        KeyRefused: what it says is its key is none.
         OSError: it is no file that can be read.
     """
     preamble = segment.read_preamble(fd)
+    parse_key(preamble.key)
     segment.check_manifest(fd)
     size_bytes = os.fstat(fd).st_size
     if segment.backed_bytes(fd) < size_bytes:

@@ -228,7 +228,7 @@ class Server:
         Args:
             others: it has left its socket behind, so that some may have been attached to it.
         """
-        found = self._executor.store.recover()
+        found = self._executor.store.recover(self.ledger.start_ns)
         if found is None and (notify.offered() or not others):
             return
         found = found or Found()
@@ -371,10 +371,12 @@ class Server:
 
         Raises:
             ResourceError: it does.
+            ProtocolViolation: it states what no session can have.
         """
         for generation in self.ledger.generations.values():
             if generation.state is State.FREEING and generation.id in statement.gens:
                 raise ResourceError(f"generation {generation.id} is just being freed")
+        statement.check(self.ledger, self._tokens.get(statement.resume.token))
 
     def _session(self, connection: Connection, pid: int, resume: Resume) -> SessionId | None:
         """Return the session that comes back, or a new one. None if its process has ended."""

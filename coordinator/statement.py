@@ -1,7 +1,8 @@
 """What a session says behind its RESUME that it has, and how much of that is believed.
 
 A segment says itself what it is: its preamble is sealed. So an fd that comes along is only taken
-for the generation that is named in it, whole, sealed, and with the inode of the one we have.
+for the generation that is named in it, whole, sealed, and with the inode of the one we have. What
+no session can have by the ledger's word is refused, too, before any of it counts.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import replace
 
 from coordinator.fd_limit import FOR_SEGMENTS, exhausted, reserved
 from coordinator.ledger.events import Offer, Resumed
+from coordinator.ledger.recovery import cannot_be
+from coordinator.ledger.state import Ledger
 from coordinator.segment_table import SegmentTable, offer_of
 from shm_store import segment
 from shm_store.channel import close_all
 from shm_store.errors import ProtocolViolation, SegmentRefused
-from shm_store.keys import GenerationId, LeaseId, SessionId
+from shm_store.keys import GenerationId, LeaseId, SessionId, parse_key
 from shm_store.layout import PAGE_BYTES
 from shm_store.wire import Held, HeldCharge, HeldFill, HeldMap, Resume
 
@@ -51,6 +54,7 @@ class Statement:
         Raises:
             ProtocolViolation: it is not what belongs here.
             SegmentRefused: the segment is not the one that it is said to be.
+            KeyRefused: it has no key, but something else.
             FdsExhausted: there is no fd for it.
         """
         if len(fds) > (not isinstance(held, HeldCharge)):
@@ -61,12 +65,27 @@ class Statement:
         match held:
             case HeldMap(gen, lease, stale):
                 self._maps.append(replace(self._sealed(gen, lease, fds), stale=stale))
-            case HeldFill(gen, rid) if fds and not segment.is_sealed(fds[0]):
+            case HeldFill(gen, rid, key) if fds and not segment.is_sealed(fds[0]):
+                parse_key(key)
                 self._fills.append(self._unsealed(held, fds))
             case HeldFill(gen, rid):
                 self._fills.append(self._sealed(gen, LeaseId(rid), fds))
             case HeldCharge():
+                parse_key(held.key)
                 self._charges.append(held)
+
+    def check(self, ledger: Ledger, session: SessionId | None) -> None:
+        """Hold all of it against the ledger.
+
+        Args:
+            session: the one that comes back; None if it is a new one.
+
+        Raises:
+            ProtocolViolation: no session can have that.
+        """
+        lie = cannot_be(ledger, session, self._maps, self._fills, self._charges)
+        if lie is not None:
+            raise ProtocolViolation(lie)
 
     def event(self, session: SessionId) -> Resumed:
         """Return all of it, and hand the segments over to the table."""
@@ -101,7 +120,9 @@ class Statement:
     def _unsealed(self, held: HeldFill, fds: list[int]) -> Offer:
         fd = self._known(held.gen, fds)
         size_bytes = os.fstat(fd).st_size
-        if not segment.is_fixed(fd) or not size_bytes or size_bytes % PAGE_BYTES:
+        made_here = segment.is_fixed(fd) and size_bytes and size_bytes % PAGE_BYTES == 0
+        # All of its pages were there before it was handed out to be filled.
+        if not made_here or segment.backed_bytes(fd) < size_bytes:
             raise SegmentRefused(f"a segment offered as {held.gen} was not made here")
         self._keep(held.gen, fd, fds)
         rid = LeaseId(held.rid)

@@ -24,8 +24,8 @@ from coordinator.notify import StoreLost
 from coordinator.segment_table import offer_of
 from shm_store import segment
 from shm_store.channel import close_all
-from shm_store.errors import SegmentRefused
-from shm_store.keys import GenerationId, Key
+from shm_store.errors import SegmentRefused, WeightCacheError
+from shm_store.keys import GenerationId, Key, was_given
 
 log = logging.getLogger("coordinator")
 
@@ -92,41 +92,53 @@ class Store:
         self._say(f"words-{self._number - 1}", None)
         os.close(fd)
 
-    def recover(self) -> Found | None:
-        """Return what came with this process and can be believed; None if nothing did."""
+    def recover(self, start_ns: int) -> Found | None:
+        """Return what came with this process and can be believed; None if nothing did.
+
+        Args:
+            start_ns: when this coordinator started: all that it finds was given its id before.
+        """
         inherited = notify.inherited()
         if not inherited:
             return None
         found = Found()
-        numbers = [0]
+        numbers, read = [0], 0
         for name, fds in inherited.items():
             kind, _, what = name.partition("-")
             kept = False
             if kind == "segment":
-                kept = self._recover_segment(found, GenerationId(what), fds[0])
+                kept = self._recover_segment(found, GenerationId(what), fds[0], start_ns)
             elif kind == "session":
                 kept = not _has_ended(fds[0])
                 if kept:
                     found.sessions[what] = fds[0]
             elif kind == "words" and what.isdigit():
                 words = _read_words(fds[0])
-                if words is not None and int(what) > max(numbers):
-                    found.words = words
+                if words is not None and int(what) > read:
+                    found.words, read = words, int(what)
                 numbers.append(int(what))
-            close_all(fds[kept:])
-            if kind != "words" and not kept:
+            if len(fds) > 1:
+                log.warning("%s was stored %d times: one is used", name, len(fds))
+            if kind != "words" and (not kept or len(fds) > 1):
                 self._say(name, None)
+                if kept:
+                    self._say(name, fds[0])
+            close_all(fds[kept:])
         self._number = max(numbers)
+        if read < self._number:
+            self.remember(found.words)  # the newest are none: it is for these to be found next
         for number in sorted(set(numbers) - {0, self._number}):
             self._say(f"words-{number}", None)
         return found
 
-    def _recover_segment(self, found: Found, gen: GenerationId, fd: int) -> bool:
+    def _recover_segment(self, found: Found, gen: GenerationId, fd: int, start_ns: int) -> bool:
         try:
             offer = offer_of(fd)
             if offer.gen != gen:
                 raise SegmentRefused(f"it says that it is {offer.gen}")
-        except (SegmentRefused, OSError) as error:
+            if not was_given(gen, start_ns, 0):
+                raise SegmentRefused("no coordinator has given this id")
+        except (WeightCacheError, OSError) as error:
             log.warning("what was stored as generation %s is not used: %s", gen, error)
             return False
         found.segments[gen] = fd, offer

@@ -5,6 +5,7 @@ never reused: the coordinator's start on the boot clock, then a counter, in fixe
 so that comparing two ids as text compares their ages.
 """
 
+import re
 from typing import NewType
 
 from shm_store.errors import KeyRefused
@@ -16,6 +17,8 @@ SessionId = NewType("SessionId", int)
 RequestId = NewType("RequestId", int)
 LeaseId = NewType("LeaseId", int)
 """A lease's id is the id of the request that was last granted to its session."""
+
+_GENERATION = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
 
 KEY_LIMIT_BYTES = 512
 FINGERPRINT_LIMIT_BYTES = 512
@@ -50,6 +53,15 @@ def generation_id(start_ns: int, counter: int) -> GenerationId:
         counter: 1, 2, 3 ... within that coordinator's life.
     """
     return GenerationId(f"{start_id(start_ns)}-{counter:08x}")
+
+
+def was_given(gen: str, start_ns: int, counter: int) -> bool:
+    """Say whether `gen` is an id that has been given: by an earlier coordinator, or by this one.
+
+    Args:
+        start_ns, counter: when this coordinator started, and how many it has given.
+    """
+    return bool(_GENERATION.fullmatch(gen)) and gen <= generation_id(start_ns, counter)
 
 
 def start_id(start_ns: int) -> str:

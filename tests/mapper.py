@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shm_store.keys import GenerationId, LeaseId
@@ -27,13 +27,15 @@ PAGE_BYTES = mmap.PAGESIZE
 class Mapper:
     """The test's side of one such process."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, before: Callable[[], None] | None = None) -> None:
+        """Start it. `before` is called in it, before it is this program."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.mapper", path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            preexec_fn=before,
         )
 
     @property
@@ -58,9 +60,9 @@ class Mapper:
 
 
 @contextmanager
-def mapper(path: str) -> Iterator[Mapper]:
+def mapper(path: str, before: Callable[[], None] | None = None) -> Iterator[Mapper]:
     """One for the length of a block."""
-    started = Mapper(path)
+    started = Mapper(path, before)
     try:
         yield started
     finally:

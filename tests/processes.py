@@ -350,6 +350,20 @@ def segments_mapped_by(pid: int) -> list[str]:
     return sorted(set(re.findall(r"memfd:(weight-cache:\S+)", maps)))
 
 
+def who_has(gen: str) -> list[int]:
+    """The kernel's word: every process that has an fd or a map of this generation's segment."""
+    name, found = f"memfd:weight-cache:{gen}", []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            fds = fds_of(int(pid)).values()
+        except OSError:
+            continue  # it ended while we looked, or is somebody else's
+        if name in maps or any(name in fd for fd in fds):
+            found.append(int(pid))
+    return found
+
+
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> Path:
     """Write a file by hand: name to (dtype, shape, bytes)."""
     header = {}

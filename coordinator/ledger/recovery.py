@@ -11,12 +11,13 @@ process may be stopped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Offer, Recovered, Resumed
-from coordinator.ledger.state import OTHERS, Generation, Ledger, Request, Session, State
+from coordinator.ledger.state import LEASABLE, OTHERS, Generation, Ledger, Request, Session, State
 from coordinator.ledger.turn import Turn
-from shm_store.errors import ProtocolViolation
-from shm_store.keys import Fingerprint, RequestId, SessionId
+from shm_store.keys import Fingerprint, RequestId, SessionId, was_given
 from shm_store.wire import HeldCharge
 
 
@@ -41,6 +42,50 @@ def recovered(turn: Turn, event: Recovered) -> None:
         known = ledger.ready(offer.key)
         turn.adopt(offer, State.READY if known is None else State.RETIRED)
     _end_if_complete(turn)
+
+
+def cannot_be(
+    ledger: Ledger,
+    session: SessionId | None,
+    maps: Sequence[Offer],
+    fills: Sequence[Offer],
+    charges: Sequence[HeldCharge],
+) -> str | None:
+    """Say what of the statement of `session` it cannot have; None if all of it can be.
+
+    Taken for true it would be a lease on what has no bytes, or have the id of a generation that is
+    still to come. A forked child has what its parent has, charges included, but for its fills.
+
+    Args:
+        session: None if it is a new one.
+    """
+    table = ledger.generations
+    everything: tuple[Offer | HeldCharge, ...] = (*maps, *fills, *charges)
+    for stated in everything:
+        if not was_given(stated.gen, ledger.start_ns, ledger.counter):
+            return f"no coordinator has given the id {stated.gen!r}"
+        known = table.get(stated.gen)
+        if known is not None and known.key != stated.key:
+            return f"{stated.gen} is of another key than {stated.key!r}"
+        if known is not None and known.private == isinstance(stated, Offer):
+            return f"{stated.gen} is {'' if known.private else 'no '}private memory"
+    for offer in maps:
+        known = table.get(offer.gen)
+        if known is not None and known.state in (State.OPEN, State.RESERVED):
+            return f"{offer.gen} has no bytes yet that could be mapped"
+    for held in charges:
+        known = table.get(held.gen)
+        if held.pool not in ledger.pools:
+            return f"there is no pool {held.pool!r}"
+        if known is not None and known.state not in LEASABLE:
+            return f"{held.gen} was not granted yet"
+    for offer in fills:
+        known = table.get(offer.gen)
+        if known is not None and not _may_fill(known, session):
+            return f"{offer.gen} is filled by another process"
+    if len({offer.lease for offer in fills}) < len(fills):
+        return "one request fills two generations"
+    return None
 
 
 def resumed(turn: Turn, event: Resumed) -> None:
@@ -121,10 +166,6 @@ def _filling(turn: Turn, session: SessionId, offer: Offer) -> None:
     generation = ledger.generations.get(offer.gen)
     if generation is None:
         generation = _adopt_sealed(turn, offer) if offer.sealed else _adopt_fill(turn, offer)
-    elif _fills(generation) not in (None, session):
-        refusal = ProtocolViolation(f"{offer.key!r} is filled by another process")
-        turn.refuse(session, RequestId(offer.lease), refusal)
-        return
     rid = RequestId(offer.lease)
     request = Request(session, rid, offer.key, offer.fingerprint, None, 0.0, turn.now_s)
     turn.ask(request, generation)
@@ -174,10 +215,15 @@ def _filled(ledger: Ledger, offer: Offer) -> Generation | None:
     return None if running is None or running.held else running
 
 
-def _fills(generation: Generation) -> SessionId | None:
-    """Return the session that has the ticket of a generation."""
+def _may_fill(generation: Generation, session: SessionId | None) -> bool:
+    """Say whether `session` can be who fills a generation, or has filled it.
+
+    One without bytes was given back with its connection, if it was its own.
+    """
     owner = generation.owner
-    return owner.session if isinstance(owner, Request) else None
+    if generation.state is State.FILLING:
+        return isinstance(owner, Request) and owner.session == session
+    return generation.state not in (State.OPEN, State.RESERVED)
 
 
 def _invalidated(ledger: Ledger, offer: Offer) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli import main
 from tests.coordinator.launched import Launched
+from tests.memory_cgroup import MemoryCgroup, make
 from tests.processes import Peer, running, write_safetensors
 
 SIZE_BYTES = 300_000
@@ -64,3 +66,18 @@ def run_here(monkeypatch, capsys):
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Callable[[int], MemoryCgroup]]:
+    """Return a function that makes a memory cgroup with a limit, removed afterwards."""
+    made: list[MemoryCgroup] = []
+
+    def small(limit_bytes: int) -> MemoryCgroup:
+        made.append(make(limit_bytes))
+        return made[-1]
+
+    yield small
+    for cgroup in made:
+        # Pages of a segment that is being closed leave a moment after their process.
+        cgroup.remove()

@@ -23,7 +23,6 @@ from coordinator.backing import (
     EXIT_USAGE,
     STEP_BYTES,
     command,
-    memory_cgroups,
     reason,
 )
 from shm_store.segment import backed_bytes
@@ -191,82 +190,46 @@ def test_wrong_arguments_are_told(arguments):
 # --- in a cgroup that is smaller than the host --------------------------------------------------
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[Callable[[int], Path]]:
-    """Return a function that makes a v1 memory cgroup with a limit, removed afterwards."""
-    made: list[Path] = []
-
-    def make(limit_bytes: int) -> Path:
-        v1 = [folder for folder, v2 in memory_cgroups() if not v2]
-        if not v1 or not os.access(v1[-1], os.W_OK):
-            pytest.skip("no v1 memory cgroup can be made here")
-        folder = Path(v1[-1], f"weight-cache-test-{os.getpid()}")
-        try:
-            folder.mkdir()
-            made.append(folder)
-            (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        except OSError as error:
-            pytest.skip(f"no v1 memory cgroup can be made here: {error}")
-        return folder
-
-    yield make
-    for folder in made:
-        # Pages of a segment that is being closed leave a moment after their process.
-        folder.rmdir()
-
-
-def enter(folder: Path) -> Callable[[], None]:
-    def move() -> None:
-        (folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    return move
-
-
-def oom_kills(folder: Path) -> int:
-    lines = dict(line.split() for line in (folder / "memory.oom_control").read_text().splitlines())
-    return int(lines["oom_kill"])
-
-
 def test_a_load_that_exceeds_the_cgroup_is_refused_not_killed(small_cgroup, segment_fd):
     """Without the look at the headroom the kernel kills it (and could kill another one)."""
-    folder = small_cgroup(100 * MIB)
-    run = run_child(segment_fd, 200 * MIB, enter(folder))
+    cgroup = small_cgroup(100 * MIB)
+    run = run_child(segment_fd, 200 * MIB, cgroup.enter)
     assert run.returncode == EXIT_NO_HEADROOM, (run.returncode, run.stderr)
     assert run.stderr.startswith("200.0 MiB needed, ")
     assert "left in this memory cgroup, of which 32.0 MiB stay free" in run.stderr
-    assert (backed_bytes(segment_fd), oom_kills(folder)) == (0, 0)
+    assert (backed_bytes(segment_fd), cgroup.oom_kills) == (0, 0)
 
 
 def test_a_load_that_fits_the_cgroup_is_backed(small_cgroup, segment_fd):
-    folder = small_cgroup(100 * MIB)
-    run = run_child(segment_fd, 60 * MIB, enter(folder))
+    cgroup = small_cgroup(100 * MIB)
+    run = run_child(segment_fd, 60 * MIB, cgroup.enter)
     assert (run.returncode, run.stderr) == (EXIT_BACKED, "")
     assert backed_bytes(segment_fd) == 60 * MIB
 
 
 def test_a_load_that_leaves_nothing_to_the_others_is_refused(small_cgroup, segment_fd):
     """It would fit, and the next page that anybody there touches would end in a kill."""
-    folder = small_cgroup(100 * MIB)
-    run = run_child(segment_fd, 80 * MIB, enter(folder))
+    cgroup = small_cgroup(100 * MIB)
+    run = run_child(segment_fd, 80 * MIB, cgroup.enter)
     assert (run.returncode, backed_bytes(segment_fd)) == (EXIT_NO_HEADROOM, 0)
 
 
 def test_the_cgroups_other_memory_counts(small_cgroup, segment_fd):
     """80 MiB of another segment leave too little of 160 MiB for 80 more and the spare."""
-    folder = small_cgroup(160 * MIB)
+    cgroup = small_cgroup(160 * MIB)
     other = os.memfd_create("other")
     try:
-        assert run_child(other, 80 * MIB, enter(folder)).returncode == EXIT_BACKED
-        assert run_child(segment_fd, 80 * MIB, enter(folder)).returncode == EXIT_NO_HEADROOM
-        assert run_child(segment_fd, 40 * MIB, enter(folder)).returncode == EXIT_BACKED
-        assert oom_kills(folder) == 0
+        assert run_child(other, 80 * MIB, cgroup.enter).returncode == EXIT_BACKED
+        assert run_child(segment_fd, 80 * MIB, cgroup.enter).returncode == EXIT_NO_HEADROOM
+        assert run_child(segment_fd, 40 * MIB, cgroup.enter).returncode == EXIT_BACKED
+        assert cgroup.oom_kills == 0
     finally:
         os.close(other)
 
 
 def test_pages_of_a_file_that_was_read_twice_make_room(small_cgroup, segment_fd, tmp_path):
     """A second load of the same file must not be refused because the first one cached it."""
-    folder = small_cgroup(160 * MIB)
+    cgroup = small_cgroup(160 * MIB)
     path = tmp_path / "checkpoint"
     with path.open("wb") as file:
         for _ in range(90):
@@ -279,23 +242,22 @@ def test_pages_of_a_file_that_was_read_twice_make_room(small_cgroup, segment_fd,
         "  while f.read(1 << 20): pass"
     )
     subprocess.run(
-        [sys.executable, "-I", "-S", "-c", read_twice, path], preexec_fn=enter(folder), check=True
+        [sys.executable, "-I", "-S", "-c", read_twice, path], preexec_fn=cgroup.enter, check=True
     )
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    assert int(stat["total_active_file"]) > 80 * MIB
-    run = run_child(segment_fd, 100 * MIB, enter(folder))
-    assert (run.returncode, run.stderr, oom_kills(folder)) == (EXIT_BACKED, "", 0)
+    assert cgroup.active_file_bytes > 80 * MIB
+    run = run_child(segment_fd, 100 * MIB, cgroup.enter)
+    assert (run.returncode, run.stderr, cgroup.oom_kills) == (EXIT_BACKED, "", 0)
     assert backed_bytes(segment_fd) == 100 * MIB
 
 
 def test_headroom_is_looked_at_before_every_step(small_cgroup, segment_fd):
     """The limit falls while it backs: it stops between two steps instead of being killed."""
-    folder = small_cgroup(1200 * MIB)
-    with running(segment_fd, 1024 * MIB, enter(folder)) as child:
+    cgroup = small_cgroup(1200 * MIB)
+    with running(segment_fd, 1024 * MIB, cgroup.enter) as child:
         with held(child.pid, segment_fd):
-            (folder / "memory.limit_in_bytes").write_text(str(600 * MIB))
+            cgroup.limit(600 * MIB)
         _, stderr = child.communicate(timeout=PATIENCE_S)
-        assert (child.returncode, oom_kills(folder)) == (EXIT_NO_HEADROOM, 0), stderr
+        assert (child.returncode, cgroup.oom_kills) == (EXIT_NO_HEADROOM, 0), stderr
     assert STEP_BYTES <= backed_bytes(segment_fd) < 600 * MIB
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.ledger.events import Offer, Recovered, Resumed, StartLoader
+from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
 from shm_store.wire import Ack, Done, Drain, Evict, Grant, HeldCharge, Invalidate, Pin, Revoke
 from tests.coordinator.ledger_world import World
@@ -323,11 +324,10 @@ class TestFills:
     def test_that_of_another_process_is_not_taken(self):
         world = recovered(sessions=(1, 2))
         resume(world, 1, fills=(self.fill(),))
-        resume(world, 2, fills=(Offer(f"{OLD}1", 60, "a", "file:f1", 300, sealed=False),))
-        assert world.failure(2, 60) == "protocol_violation"
-        world.commit(f"{OLD}1", 1)
-        world.sealed(f"{OLD}1")
-        assert world.answer(1, 50) == Grant(50, f"{OLD}1")
+        for session in (2, None):
+            lie = cannot_be(world.ledger, session, (), (self.fill(),), ())
+            assert lie == f"{OLD}1 is filled by another process"
+        assert cannot_be(world.ledger, 1, (), (self.fill(),), ()) is None
 
 
 def test_pinned_weights_stay_pinned_for_who_comes_back():

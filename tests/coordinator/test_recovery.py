@@ -10,10 +10,12 @@ import pytest
 
 from coordinator.operator import Operator
 from shm_store import segment
+from shm_store.keys import generation_id
 from shm_store.manifest import Preamble
 from shm_store.wire import (
     Acquire,
     Bye,
+    Charge,
     Commit,
     Done,
     Drain,
@@ -29,9 +31,11 @@ from shm_store.wire import (
     Revoke,
 )
 from tests.coordinator.launched import HELLO, WAITS, Launched
-from tests.processes import WAIT_S, Peer, fds_of, running
+from tests.processes import WAIT_S, Peer, fds_of, running, write_safetensors
 
 PAGE = 4096
+EARLIER, OTHER = (generation_id(1, number) for number in (1, 2))
+"""Ids of a coordinator that started long ago."""
 
 
 class Group:
@@ -182,9 +186,9 @@ class TestFills:
     def test_a_charge_goes_on(self, group):
         group.peer("peer")
         group.crash()
-        back = group.peer("peer", (HeldCharge("1-1", 7, "ram", "mine", PAGE), []))
+        back = group.peer("peer", (HeldCharge(EARLIER, 7, "ram", "mine", PAGE), []))
         assert back.status().pools[0].private_bytes == PAGE
-        back.send(Release("1-1", 7))
+        back.send(Release(EARLIER, 7))
         back.flush()
         assert back.status().pools[0].in_use_bytes == 0
 
@@ -224,14 +228,14 @@ class TestNotBelieved:
         return said.cause.message
 
     def test_a_segment_that_could_still_be_changed(self, served):
-        fd = segment.create("1-1")
+        fd = segment.create(EARLIER)
         os.posix_fallocate(fd, 0, PAGE * 2)
-        assert "not sealed" in self.refused(served, (HeldMap("1-1", 1), [fd]))
+        assert "not sealed" in self.refused(served, (HeldMap(EARLIER, 1), [fd]))
         os.close(fd)
 
     def test_a_segment_that_is_another_generation(self, served):
-        fd = sealed("1-2")
-        assert "says that it is 1-2" in self.refused(served, (HeldMap("1-1", 1), [fd]))
+        fd = sealed(OTHER)
+        assert f"says that it is {OTHER}" in self.refused(served, (HeldMap(EARLIER, 1), [fd]))
         os.close(fd)
 
     def test_another_segment_of_the_same_name(self, served):
@@ -242,34 +246,34 @@ class TestNotBelieved:
         os.close(fd)
 
     def test_a_segment_whose_manifest_is_garbage(self, served):
-        fd = sealed("1-1", manifest=b"\xc1garbage")
-        assert "manifest" in self.refused(served, (HeldMap("1-1", 1), [fd]))
+        fd = sealed(EARLIER, manifest=b"\xc1garbage")
+        assert "manifest" in self.refused(served, (HeldMap(EARLIER, 1), [fd]))
         os.close(fd)
 
     def test_a_segment_with_holes(self, served):
-        fd = segment.create("1-1")
+        fd = segment.create(EARLIER)
         os.ftruncate(fd, PAGE * 4)
         segment.write_manifest(fd, EMPTY)
-        segment.seal(fd, Preamble("1-1", "a", "build:1"))
-        assert "pages" in self.refused(served, (HeldMap("1-1", 1), [fd]))
+        segment.seal(fd, Preamble(EARLIER, "a", "build:1"))
+        assert "pages" in self.refused(served, (HeldMap(EARLIER, 1), [fd]))
         os.close(fd)
 
     def test_a_fill_that_was_not_made_here(self, served):
         fd = os.memfd_create("any", os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, PAGE)
-        assert "not made here" in self.refused(served, (HeldFill("1-1", 1, "a", ""), [fd]))
+        assert "not made here" in self.refused(served, (HeldFill(EARLIER, 1, "a", ""), [fd]))
         os.close(fd)
 
     def test_no_segment_at_all(self, served):
         reading, writing = os.pipe()
         os.close(writing)
-        assert "not sealed" in self.refused(served, (HeldMap("1-1", 1), [reading]))
-        assert "unknown" in self.refused(served, (HeldMap("1-1", 1), []))
+        assert "not sealed" in self.refused(served, (HeldMap(EARLIER, 1), [reading]))
+        assert "unknown" in self.refused(served, (HeldMap(EARLIER, 1), []))
         os.close(reading)
 
     def test_twice_the_same(self, served):
-        fd = sealed("1-1")
-        held = (HeldMap("1-1", 1), [fd])
+        fd = sealed(EARLIER)
+        held = (HeldMap(EARLIER, 1), [fd])
         assert "twice" in self.refused(served, held, held)
         os.close(fd)
 
@@ -277,19 +281,131 @@ class TestNotBelieved:
         peer = Peer(served.socket)
         ticket = peer.ticket("a")
         fd = peer.space(ticket.gen, PAGE)
-        liar = Peer(
-            served.socket, "liar", token="l", held=[(HeldFill(ticket.gen, 9, "a", ""), [fd])]
-        )
-        assert liar.expect(Fail).cause.code == "protocol_violation"
+        held = HeldFill(ticket.gen, 9, "a", "")
+        assert "filled by another process" in self.refused(served, (held, [fd]))
         os.close(fd)
+
+    @pytest.mark.parametrize(
+        "gen", ["", "1-1", "x\nSTOPPING=1", f"{1 << 63:016x}-00000001", EARLIER.upper() + "0"]
+    )
+    def test_what_is_no_id_or_one_of_the_future(self, served, gen):
+        """It would be the newest for ever, or a line of its own in a notice."""
+        fd = sealed(gen)
+        said = self.refused(served, (HeldMap(gen, 1), [fd]))
+        assert said == f"no coordinator has given the id {gen!r}"
+        os.close(fd)
+
+    @pytest.mark.parametrize("kind", [HeldMap, HeldFill, HeldCharge])
+    def test_the_id_that_comes_next(self, served, kind):
+        """It would be that of two generations: one would be in no book any more."""
+        peer = Peer(served.socket)
+        start, _, number = peer.publish("a").gen.partition("-")
+        coming = f"{start}-{int(number, 16) + 1:08x}"
+        fd = sealed(coming)
+        held = {
+            HeldMap: (HeldMap(coming, 1), [fd]),
+            HeldFill: (HeldFill(coming, 1, "a", "build:1"), [fd]),
+            HeldCharge: (HeldCharge(coming, 1, "ram", "a", PAGE), []),
+        }
+        assert "no coordinator has given the id" in self.refused(served, held[kind])
+        os.close(fd)
+        assert peer.publish("b").gen == coming
+
+    @pytest.mark.parametrize("key", ["", "two\nlines", " ", "k" * 513])
+    def test_what_is_no_key(self, served, key):
+        fd = sealed(EARLIER, key=key)
+        assert "key" in self.refused(served, (HeldMap(EARLIER, 1), [fd]))
+        os.close(fd)
+
+    @pytest.mark.parametrize("state", ["open", "filling", "ready"])
+    def test_a_charge_that_is_weights(self, served, state):
+        """Whatever they are at: it would be a lease on what nobody may have yet."""
+        peer = Peer(served.socket)
+        if state == "ready":
+            gen = peer.publish("a").gen
+        else:
+            gen = peer.ticket("a").gen
+            if state == "filling":
+                os.close(peer.space(gen, PAGE))
+        said = self.refused(served, (HeldCharge(gen, 1, "ram", "a", PAGE), []))
+        assert said == f"{gen} is no private memory"
+        assert peer.generation("a").state == state
+
+    def test_weights_that_are_a_charge(self, served):
+        peer = Peer(served.socket)
+        peer.send(Charge(peer.next_rid(), "ram", "a", PAGE, WAIT_S))
+        gen = peer.expect(Grant).gen
+        fd = sealed(gen)
+        for held in (HeldMap(gen, 1), HeldFill(gen, 1, "a", "build:1")):
+            assert self.refused(served, (held, [fd])) == f"{gen} is private memory"
+        os.close(fd)
+
+    def test_a_charge_that_waits_or_is_of_no_pool(self, served):
+        peer = Peer(served.socket)
+        held = HeldCharge(EARLIER, 1, "nope", "a", PAGE)
+        assert self.refused(served, (held, [])) == "there is no pool 'nope'"
+        peer.send(Charge(peer.next_rid(), "ram", "first", 1 << 20, WAIT_S))
+        peer.expect(Grant)
+        peer.send(Charge(peer.next_rid(), "ram", "waits", PAGE, WAIT_S))
+        waits = peer.generation("waits").generation
+        held = HeldCharge(waits, 1, "ram", "waits", PAGE)
+        assert self.refused(served, (held, [])) == f"{waits} was not granted yet"
+
+    def test_a_map_of_what_has_no_bytes(self, served):
+        gen = Peer(served.socket).ticket("a").gen
+        fd = sealed(gen)
+        assert "no bytes yet" in self.refused(served, (HeldMap(gen, 1), [fd]))
+        os.close(fd)
+
+    def test_the_segment_of_another_key(self, served):
+        """Its filler has sealed it himself, as something else."""
+        peer = Peer(served.socket)
+        gen = peer.ticket("a").gen
+        fd = peer.space(gen, PAGE * 2)
+        segment.write_manifest(fd, EMPTY)
+        segment.seal(fd, Preamble(gen, "b", "build:"))
+        assert "another key than 'b'" in self.refused(served, (HeldMap(gen, 1), [fd]))
+        os.close(fd)
+
+    def test_a_fill_without_its_pages(self, served):
+        """They would be charged, and nobody has them."""
+        fd = segment.create(EARLIER)
+        os.ftruncate(fd, PAGE * 4)
+        segment.fix_size(fd)
+        assert "not made here" in self.refused(served, (HeldFill(EARLIER, 1, "a", ""), [fd]))
+        os.close(fd)
+
+    def test_two_fills_of_one_request(self, served):
+        held = [(HeldFill(gen, 1, "a", ""), [sealed(gen)]) for gen in (EARLIER, OTHER)]
+        assert self.refused(served, *held) == "one request fills two generations"
+        for _, (fd,) in held:
+            os.close(fd)
+
+    def test_the_fill_of_a_loader(self, served, tmp_path):
+        """It waits for room here, and loads when there is some."""
+        peer, other = Peer(served.socket), Peer(served.socket)
+        full = peer.publish("full", bytes(900_000))
+        weights = write_safetensors(tmp_path / "w", {"w": ("U8", [500_000], bytes(500_000))})
+        with weights.open("rb") as file:
+            other.send(Acquire(other.next_rid(), "k", str(weights), "", WAIT_S), [file.fileno()])
+        while (loading := peer.generation("k")) is None:
+            pass
+        fd = segment.create(loading.generation)
+        os.posix_fallocate(fd, 0, PAGE)
+        segment.fix_size(fd)
+        held = HeldFill(loading.generation, 9, "k", "")
+        assert "filled by another process" in self.refused(served, (held, [fd]))
+        os.close(fd)
+        peer.send(Release(full.gen, full.rid))
+        assert other.expect(Grant).gen == loading.generation
 
     def test_a_segment_that_nobody_knows_is_counted_and_handed_to_nobody(self, served):
         """It may be of a time that is over: only right after a restart it could be READY."""
-        fd = sealed("1-1")
-        peer = Peer(served.socket, "late", token="late", held=[(HeldMap("1-1", 5), [fd])])
+        fd = sealed(EARLIER)
+        peer = Peer(served.socket, "late", token="late", held=[(HeldMap(EARLIER, 5), [fd])])
         assert peer.expect(Revoke).asked == "stale"
         assert peer.generation("a").state == "retired"
-        peer.send(Release("1-1", 5))
+        peer.send(Release(EARLIER, 5))
         peer.flush()
         assert peer.generation("a") is None
         os.close(fd)

@@ -482,7 +482,7 @@ def test_a_loader_that_is_killed_is_in_the_log(path, tmp_path):
     assert cause.code == "fill_failed" and "log" in cause.remedy
     coordinator.audit_quiet()
     code, stderr = coordinator.stop()
-    assert code == 0 and stderr.count("ended (by SIGKILL)") == 2, stderr
+    assert code == 0 and stderr.count("ended (by SIGKILL, probably") == 2, stderr
 
 
 def test_a_worker_that_ends_while_it_fills_is_in_the_log(path):

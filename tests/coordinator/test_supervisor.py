@@ -311,6 +311,34 @@ def test_a_command_that_cannot_be_started_is_the_callers_fault(tmp_path):
     )
 
 
+NO_COMMANDS = {
+    "a folder": (lambda path: path.mkdir(), "is no command that can be run"),
+    "not executable": (
+        lambda path: path.write_text("#!/bin/sh\n"),
+        "is no command that can be run",
+    ),
+    "not there": (lambda path: None, "is no command that can be run"),
+    "no program": (lambda path: path.write_text("no program"), "cannot be started: Exec format"),
+    "an interpreter that is a folder": (
+        lambda path: path.write_text("#!/tmp\n"),
+        "cannot be started: Permission denied",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_COMMANDS)
+def test_what_is_no_command_starts_no_worker(tmp_path, what):
+    """Whether it is seen before anything is started, or by the kernel: named, and 2."""
+    path = tmp_path / "command"
+    make, why = NO_COMMANDS[what]
+    make(path)
+    if "started" in why:
+        path.chmod(0o755)
+    done = run_launch(tmp_path, str(path))
+    assert done.returncode == 2 and f"{str(path)!r} {why}" in done.stderr
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("marker", [[], ["--"]], ids=["plain", "marked"])
 def test_the_workers_options_are_the_workers(tmp_path, marker):
     done = run_launch(tmp_path, *marker, "echo", "--workers", "9", "--help")

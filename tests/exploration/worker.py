@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.ledger.events import Attached, Disconnected, Offer, Resumed
+from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
 from gpu_worker.records import Record, Records
 from shm_store.keys import GenerationId, version_fingerprint
@@ -353,16 +354,12 @@ class Worker:
                 self.requests[request.rid] = request
                 fills.append(self._stated_fill(request, thread))
                 committed += [request.gen] if thread.phase == "asked" else []
-        self.host.feed(
-            Resumed(
-                self.session,
-                f"w{self.session}",
-                "cpu",
-                tuple(self._stated_maps()),
-                tuple(fills),
-                tuple(self._stated_charges()),
-            )
-        )
+        maps, charges = tuple(self._stated_maps()), tuple(self._stated_charges())
+        lie = cannot_be(self.host.ledger, self.session, maps, fills, charges)
+        if lie is not None:
+            raise Violation(f"{self.session} is not believed: {lie}")
+        name = f"w{self.session}"
+        self.host.feed(Resumed(self.session, name, "cpu", maps, tuple(fills), charges))
         for gen in committed:
             self.send(Commit(gen))
         for request in waiting:
