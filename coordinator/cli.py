@@ -86,9 +86,9 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
 
 def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str | None) -> int:
     """Run a coordinator in the foreground and return its exit code."""
-    from coordinator import server
     from coordinator.config import Config
     from coordinator.memory import parse_size
+    from coordinator.serve import serve
     from shm_store.errors import ArgumentRefused
     from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path
 
@@ -110,7 +110,7 @@ def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str
                 f"{folder} cannot be made: {error.strerror}",
                 remedy=f"choose a socket with {SOCKET_OPTION} or {SOCKET_VARIABLE}",
             ) from error
-    return server.serve(Config(path, budget_bytes, leave_after_s=leave_after_s))
+    return serve(Config(path, budget_bytes, leave_after_s=leave_after_s))
 
 
 def _parse_seconds(option: str, text: str) -> float:

@@ -112,7 +112,7 @@ def _answers(path: str) -> bool:
 
 
 def _take_free_lock(path: str) -> int | None:
-    from coordinator.server import take_lock
+    from coordinator.serve import take_lock
 
     try:
         return take_lock(path)
@@ -191,8 +191,8 @@ def _open_log(path: str) -> _Log:
 def _be_coordinator(
     path: str, lock: int, handler: _Log, ready: int, leave_after_s: float, apart: bool
 ) -> NoReturn:
-    from coordinator import server
     from coordinator.config import Config
+    from coordinator.serve import serve
 
     handler.follow()
     form = "%(asctime)s weight-cache: %(message)s"
@@ -211,7 +211,7 @@ def _be_coordinator(
             pass  # who waited was killed, which is no reason to end
         os.close(ready)
 
-    sys.exit(server.serve(Config(path, leave_after_s=leave_after_s), lock=lock, ready=tell))
+    sys.exit(serve(Config(path, leave_after_s=leave_after_s), lock=lock, ready=tell))
 
 
 if __name__ == "__main__":

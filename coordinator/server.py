@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
-import signal
 import socket
-import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator import notify
-from coordinator.config import Config
 from coordinator.connection import Connection
 from coordinator.executor import Executor
 from coordinator.fd_limit import (
@@ -27,7 +22,6 @@ from coordinator.fd_limit import (
     FOR_SOURCES,
     exhausted,
     out_of_fds,
-    raise_fd_limit,
     require_free,
     reserved,
 )
@@ -42,15 +36,12 @@ from coordinator.ledger.events import (
     TimePassed,
 )
 from coordinator.ledger.state import State
-from coordinator.memory import default_ram_budget_bytes
 from coordinator.program import UNKNOWN, program
 from coordinator.statement import Statement
 from coordinator.store import Found, pid_of
 from shm_store import channel, source
 from shm_store.channel import Channel
 from shm_store.errors import (
-    ArgumentRefused,
-    CoordinatorRunning,
     PeerForbidden,
     PlatformUnsupported,
     ProtocolViolation,
@@ -59,7 +50,6 @@ from shm_store.errors import (
     WeightCacheError,
 )
 from shm_store.keys import GenerationId, RequestId, SessionId
-from shm_store.report import size_text
 from shm_store.wire import (
     VERSION,
     Acquire,
@@ -515,140 +505,3 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         await self._executor.close()
-
-
-def serve(
-    config: Config, *, lock: int | None = None, ready: Callable[[], object] | None = None
-) -> int:
-    """Run a coordinator in the foreground until it is drained or told to stop.
-
-    Prints one line to standard output when it listens. Returns the exit code.
-
-    Args:
-        lock: what `take_lock` gave to the caller; it is this function's then.
-        ready: called when it listens.
-
-    Raises:
-        CoordinatorRunning: another coordinator has this socket.
-        ArgumentRefused: the socket's path is too long, or something else has this name, or that
-            of its lock.
-    """
-    logging.basicConfig(format="weight-cache: %(message)s", level=logging.INFO)
-    raise_fd_limit()
-    # Were it inherited as ignored, the kernel would reap our children and keep their exit codes.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if lock is None:
-        lock = take_lock(config.socket)
-    try:
-        others = _unlink_socket(config.socket)  # we hold the lock, so whoever bound it is gone
-        listener = channel.listen(config.socket)
-        bound = os.lstat(config.socket)
-        limit = config.ram_budget_bytes
-        if limit is None:
-            limit = default_ram_budget_bytes()
-        try:
-            asyncio.run(_serve(config, listener, limit, others, ready))
-        finally:
-            # Whoever cleans up /tmp may have removed either, and another coordinator made its own.
-            if _is_at(bound, config.socket):
-                os.unlink(config.socket)
-    finally:
-        if _is_at(os.fstat(lock), _lock_path(config.socket)):
-            os.unlink(_lock_path(config.socket))
-        os.close(lock)
-    return 0
-
-
-async def _serve(
-    config: Config,
-    listener: socket.socket,
-    limit: int,
-    others: bool,
-    ready: Callable[[], object] | None,
-) -> None:
-    loop = asyncio.get_running_loop()
-    server = Server(loop, listener, limit)
-    server.recover(others, config.resume_patience_s)
-    server.leave_after(config.leave_after_s)
-    path = config.socket
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.exit)
-    print(f"weight-cache: ready on {path} (ram budget {size_text(limit)})", flush=True)
-    if ready is not None:
-        ready()
-    _tell(notify.ready)
-    await server.stopped
-    _tell(notify.stopping)
-    await server.close()
-
-
-def _tell(what: Callable[[], bool]) -> None:
-    """Tell the manager, if there is one that listens."""
-    try:
-        what()
-    except notify.StoreLost as error:
-        log.warning("%s", error)
-
-
-def _lock_path(path: str) -> str:
-    return f"{path}.lock"
-
-
-def take_lock(path: str) -> int:
-    """Return the fd of the lock that makes this coordinator the only one on its socket.
-
-    Held for life; the kernel drops it with the process. Unlinking a stale socket and binding anew
-    is not enough by itself: several starters at once would all believe they won.
-
-    Raises:
-        CoordinatorRunning: another has it.
-        ArgumentRefused: there can be no such file.
-    """
-    while True:
-        try:
-            lock = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ArgumentRefused(
-                f"{_lock_path(path)} cannot be opened: {error.strerror}",
-                remedy="choose a --socket in a folder that exists and is yours",
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise CoordinatorRunning(f"a coordinator already serves {path}") from None
-        if os.fstat(lock).st_size:
-            os.close(lock)  # ours is empty, and is removed at the end
-            raise ArgumentRefused(
-                f"{_lock_path(path)} exists and is no lock", remedy="choose another --socket"
-            )
-        if _is_at(os.fstat(lock), _lock_path(path)):
-            return lock
-        os.close(lock)  # the previous owner unlinked it between our open and our lock
-
-
-def _is_at(ours: os.stat_result, path: str) -> bool:
-    try:
-        return os.path.samestat(ours, os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _unlink_socket(path: str) -> bool:
-    """Remove a socket that its owner left behind, and nothing else: paths are typed by people.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        ArgumentRefused: something that is no socket has this name.
-    """
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ArgumentRefused(
-                f"{path} exists and is no socket", remedy="choose another --socket"
-            )
-        os.unlink(path)
-        return True
-    except FileNotFoundError:
-        return False

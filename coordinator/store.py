@@ -148,11 +148,25 @@ class Store:
         """Store an fd, which stays the caller's, or remove a name."""
         if not notify.offered():
             return
+        if fd is None and self._unsay(name):
+            return
         if self._unsaid or not self._tell(name, fd):
             if not self._unsaid:
                 log.warning("what started this coordinator does not read what it is to store")
                 self._loop.call_later(RETRY_S, self._tell_the_rest)
             self._unsaid.append((name, None if fd is None else os.dup(fd)))
+
+    def _unsay(self, name: str) -> bool:
+        """Take back that something is to be stored, if that was not told; say whether it was so.
+
+        Its fd would keep memory that is free by the books.
+        """
+        for waiting in self._unsaid:
+            if waiting[0] == name and waiting[1] is not None:
+                self._unsaid.remove(waiting)
+                os.close(waiting[1])
+                return True
+        return False
 
     def _tell(self, name: str, fd: int | None) -> bool:
         try:

@@ -37,6 +37,8 @@ END_S = 10.0
 SHORT_S = 0.7
 """How long a limit is lowered."""
 
+CGROUP_FULL = "the cgroup is full"
+
 ENDS_GROUP = ("supervisor", "front", "everything")
 
 LIMIT_THAT_FITS = 9 * weights.MIB + weights.MIB // 2
@@ -170,7 +172,7 @@ class Lots:
                     Fault(
                         0,
                         "memory",
-                        "the cgroup is full",
+                        CGROUP_FULL,
                         "",
                         tolerated=frozenset({"BackingFailed"}),
                     )
@@ -333,7 +335,7 @@ class Hand:
 
     def _short_of_memory(self, fault: Fault) -> None:
         match fault.place:
-            case "the cgroup is full":
+            case place if place == CGROUP_FULL:
                 self._fill_cgroup()
             case "a limit too small for some":
                 self._lower(LIMIT_THAT_DOES_NOT)

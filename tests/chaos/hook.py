@@ -79,6 +79,7 @@ def install(folder: str) -> None:
     for name in hook.modules & set(sys.modules):
         hook.wrap(sys.modules[name])
     sys.meta_path.insert(0, hook)
+    os.register_at_fork(after_in_child=hook.disarm)
 
 
 def _module(command: list[str]) -> str:
@@ -105,6 +106,10 @@ class _Hook:
         self._sabotaged = os.environ.get(SABOTAGE_VARIABLE, "")
         targets = [*self._points, *filter(None, [self._traced, self._sabotaged])]
         self.modules = {target.partition(":")[0] for target in targets}
+
+    def disarm(self) -> None:
+        """In a forked child: it is nobody's victim, or its parent would be taken for it."""
+        self._armed = ""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name not in self.modules:

@@ -17,7 +17,7 @@ from tests.chaos import kernel, weights
 from tests.chaos.group import CGROUP_VARIABLE
 from tests.chaos.hook import FOLDER_VARIABLE
 from tests.chaos.watch import Violation, until
-from tests.chaos.worker import CONTROL
+from tests.chaos.worker import CONTROL, GO_ALONE
 from tests.processes import ROOT, children_of
 
 WHOLE_S = 60.0
@@ -210,11 +210,11 @@ class Host:
 
     # --- what workers are told --------------------------------------------------------------------
 
-    def go(self, seed: str) -> None:
-        """Have all workers work, each by lots of its own."""
+    def go(self, seed: str, *, forks: bool) -> None:
+        """Have all workers work, each by lots of its own; `forks`: they may fork as well."""
         for worker in self.connected:
             worker.facts = None
-            worker.tell(f"go {seed} {worker.rank}")
+            worker.tell(f"{'go' if forks else GO_ALONE} {seed} {worker.rank}")
 
     def pause(self) -> None:
         """Have all workers finish what they are at and give back what they let go of."""

@@ -15,7 +15,7 @@ from shm_store.errors import WeightCacheError
 from tests.chaos import failpoints, kernel, weights
 from tests.chaos.cgroup import memory_cgroup
 from tests.chaos.checks import Checks, shown
-from tests.chaos.faults import Fault, Hand, Lots
+from tests.chaos.faults import CGROUP_FULL, Fault, Hand, Lots
 from tests.chaos.host import Host, kill
 from tests.chaos.watch import Violation
 
@@ -88,7 +88,8 @@ class Run:
         began_s = time.monotonic()
         before = {worker.pid: worker.facts for worker in self.host.connected}
         if not fault.quiet:
-            self.host.go(f"{self._seed} {fault.number}")
+            # A child copies pages that it writes to, and nothing is left for that in a full cgroup.
+            self.host.go(f"{self._seed} {fault.number}", forks=fault.place != CGROUP_FULL)
             for one in self._lots.versions():
                 self._replace(one)
         self._hand.do(fault)

@@ -9,18 +9,21 @@ Beside that one thread infers all the time, with a module that it has locked fro
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import json
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -32,12 +35,16 @@ from tests.chaos.hook import FOLDER_VARIABLE
 from tests.chaos.weights import BUILDS, KEPT, PRIVATE, SOURCES, STEADY, Net, Weights
 
 CONTROL = "control.sock"
+GO_ALONE = "go-alone"
+"""As `go`, and nobody is to fork."""
 FAULTS = "faults.jsonl"
 
 PATIENCE_S = 60.0
 TIMEOUT_S = 90.0
 """Longer than any fault lasts: nobody may run out of time."""
 INVALIDATE_S = 60.0
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>. Nobody else ends a child whose parent is killed."""
 ATTACH_S = 60.0
 PACE_S = 0.004
 """Between two inferences of the steady thread, which is not to take a processor for itself."""
@@ -47,6 +54,14 @@ class Wrong(Exception):
     """A result is not what it must be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state dict that is kept for a while."""
+
+    weights: Weights
+    state: dict[str, torch.Tensor]
+
+
 class Working:
     """Everything that one worker does."""
 
@@ -54,7 +69,8 @@ class Working:
         self._folder = folder
         self._worker = worker
         self._lots = random.Random()
-        self._kept: list[dict[str, torch.Tensor]] = []
+        self._forks = True
+        self._kept: list[Kept] = []
         self.did = 0
         self.inferred = 0
         self.longest_pause_s = 0.0
@@ -68,11 +84,13 @@ class Working:
             (1, "prefetch", self._prefetch),
             (3, "evict", self._evict),
             (1, "invalidate", self._invalidate),
+            (1, "fork", self._fork),
         ]
 
-    def begin(self, seed: str) -> None:
+    def begin(self, seed: str, *, forks: bool) -> None:
         """Draw by these lots from now on."""
         self._lots.seed(seed)
+        self._forks = forks
 
     def do_one(self) -> None:
         """Do something, by lot. What goes wrong is reported."""
@@ -92,6 +110,10 @@ class Working:
         self._worker.flush(TIMEOUT_S)
 
     def report(self, doing: str, error: BaseException) -> None:
+        self._write(self._told(doing, error))
+
+    def _told(self, doing: str, error: BaseException) -> str:
+        """Return all of an error in one line. Of the error that is being handled."""
         line = json.dumps(
             {
                 "at_s": time.monotonic(),
@@ -103,9 +125,12 @@ class Working:
                 "traceback": traceback.format_exc(),
             }
         )
+        return f"{line}\n"
+
+    def _write(self, line: str) -> None:
         path = os.path.join(self._folder, FAULTS)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, f"{line}\n".encode())
+        os.write(fd, line.encode())
         os.close(fd)
 
     # --- what it does -----------------------------------------------------------------------------
@@ -136,7 +161,7 @@ class Working:
             raise Wrong(f"{one.key} is of version {version}, its file {oldest} to {newest}")
         _all_same(one, version, state)
         if one in SOURCES[:KEPT]:
-            self._kept.append(state)
+            self._kept.append(Kept(one, state))
         while len(self._kept) > 2 or (self._kept and self._lots.random() < 0.5):
             self._kept.pop(0)
 
@@ -185,6 +210,40 @@ class Working:
 
     def _invalidate(self) -> None:
         self._worker.invalidate(self._lots.choice(SOURCES + BUILDS).key, INVALIDATE_S)
+
+    def _fork(self) -> None:
+        """A child, which has all that this has, asks for more, and says what it must not see.
+
+        To its parent: whoever is killed with the group has nothing to report.
+        """
+        if not self._forks:
+            return
+        mine = os.getpid()
+        hearing, saying = os.pipe()
+        child = os.fork()
+        if child:
+            os.close(saying)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with open(hearing) as heard:
+                said = heard.read()
+            if said:
+                self._write(said)
+            elif code:
+                raise Wrong(f"a forked child ended with {code}")
+            return
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != mine:
+                os._exit(0)
+            for kept in self._kept:
+                _all_same(kept.weights, int(kept.state["version"]), kept.state)
+            self._kept.clear()
+            self._state_dict()
+            self._use()
+            self._worker.flush(TIMEOUT_S)
+        except BaseException as error:
+            os.write(saying, self._told("in a forked child", error).encode())
+        os._exit(0)
 
     # --- what goes on all the time ----------------------------------------------------------------
 
@@ -259,7 +318,7 @@ def main(folder: str) -> int:
             word, _, seed = line.strip().partition(" ")
             paused = word == "pause"
             if not paused:
-                working.begin(seed)
+                working.begin(seed, forks=word != GO_ALONE)
             else:
                 working.settle()
                 facts = (working.did, working.inferred, working.longest_pause_s)

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator import detached
 from coordinator.group_file import GroupFile, GroupReport
-from coordinator.server import take_lock
+from coordinator.serve import take_lock
 from shm_store.errors import ArgumentRefused, StartFailed
 from tests.processes import ROOT, WAIT_S
 
@@ -65,13 +65,14 @@ def test_a_folder_or_a_log_that_cannot_be_made_is_named(monkeypatch, path):
 
 PLAYED = """
 import os, signal, sys, time
-from coordinator import detached, server
+import coordinator.serve
+from coordinator import detached
 detached.START_LIMIT_S = float(sys.argv[3])
 
 def serve(config, lock, ready):
     {serve}
 
-server.serve = serve
+coordinator.serve.serve = serve
 sys.exit(detached.main([*sys.argv[1:3], "9", "within"]))
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.ledger.admission import HELD_LONG_S
-from coordinator.ledger.events import Send
+from coordinator.ledger.events import Resumed, Send
 from coordinator.ledger.eviction import REVOKE_PATIENCE_S
 from coordinator.ledger.state import State
 from shm_store.wire import (
@@ -18,6 +18,7 @@ from shm_store.wire import (
     Drain,
     Fail,
     Grant,
+    HeldCharge,
     Invalidate,
     Limit,
     Pin,
@@ -400,6 +401,19 @@ def test_a_charge_ends_at_once_with_its_lease_and_debits_only_its_class(end):
         world.end(1)
     assert world.state(gen) is None and world.state(shared) is State.READY
     assert (world.ram().private_bytes, world.ram().leased_bytes) == (0, 200)
+
+
+def test_a_charge_that_a_forked_child_has_too_counts_once_until_both_end():
+    world = World()
+    world.attach(1, 2)
+    rid, gen = charge(world, 1, 300)
+    held = HeldCharge(gen, 50, "ram", "private", 300)
+    world.event(Resumed(2, "child", "cpu", charges=(held,)))
+    assert (world.ram().private_bytes, world.leases(gen)) == (300, {1: rid, 2: 50})
+    world.end(1)
+    assert world.ram().private_bytes == 300
+    world.release(2, gen, 50)
+    assert world.state(gen) is None and world.ram().private_bytes == 0
 
 
 def test_a_charge_waits_for_room_and_can_be_given_up():

@@ -6,9 +6,11 @@ import signal
 import textwrap
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.gpu_worker.served import wait_until
-from tests.processes import Coordinator
+from tests.processes import Coordinator, running
 
 pytestmark = pytest.mark.process
 
@@ -399,6 +401,38 @@ class TestCoordinatorThatDoesNotAnswer:
             next.wait()
         """
         run(textwrap.dedent(FORK) + textwrap.dedent(script), mortal.socket, str(mortal.pid))
+
+
+class TestRoom:
+    def test_what_parent_and_child_do_not_use_makes_room(self, run, tmp_path):
+        """Private memory that the kernel shares is asked for like weights: both, then both let go.
+
+        It takes both, and neither uses it, so there is room for what a third loads.
+        """
+        script = """
+            def wide():
+                return torch.nn.Linear(1000, 1000)
+            worker.load("mine", skeleton=wide, build=wide, private=True).close()
+            third, parent = Operator.connect(sys.argv[1], "third"), os.getpid()
+            over, done = os.pipe()
+            def child():
+                assert leases("mine") == {"ready": {parent, os.getpid()}}
+                os.close(done)
+                os.read(over, 1)
+                assert not worker._table._records._current
+            pid = forked(child)
+            os.close(over)
+            with third:
+                source = os.open(sys.argv[2], os.O_RDONLY)
+                third.acquire("theirs", sys.argv[2], source, 20.0)
+                assert leases("mine") == {}
+            os.close(done)
+            joined(pid)
+        """
+        source = tmp_path / "wide.safetensors"
+        save_file({"weight": torch.ones(1000, 1000)}, str(source))
+        with running(str(tmp_path / "s"), "--ram-budget", "6MiB") as small:
+            run(textwrap.dedent(FORK) + textwrap.dedent(script), small.socket, str(source))
 
 
 class TestOtherThreads:
