@@ -279,7 +279,7 @@ _filling = recovery._filling
 
 
 def _states_no_fill(self: Any, request: Any, thread: Any) -> Any:
-    return replace(_stated_fill(self, request, thread), gen="none")
+    return replace(_stated_fill(self, request, thread), gen=generation_id(1, 99))
 
 
 _stated_fill = Worker._stated_fill
