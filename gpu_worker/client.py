@@ -334,6 +334,7 @@ class Client:
         """In a forked child: have all of it as its own, and begin to say so."""
         self.pid = os.getpid()
         free_after_fork(self._opening)
+        self.keeper.renew()
         for worker in list(self.workers):
             worker.after_fork(self.keeper)
         self._session.after_fork()

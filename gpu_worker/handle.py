@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -36,9 +34,7 @@ class ModelHandle:
         self.unexpected: tuple[str, ...] = ()
         self._table = table
         self._claim = claim
-        end = functools.partial(_end_claim, weakref.ref(table), claim)
-        self._finalizer = weakref.finalize(self, table.finalizers.put, end)
-        self._finalizer.atexit = False
+        table.watch(self, claim)
 
     def __enter__(self) -> torch.nn.Module:
         """Lock the module and return it.
@@ -75,14 +71,6 @@ class ModelHandle:
         except BaseException:  # from outside, at any point of it
             self._table.end_claim(self._claim)
             raise
-        self._finalizer.detach()
 
     def __repr__(self) -> str:
         return f"<ModelHandle {self.key!r} generation {short_generation(self.generation)}>"
-
-
-def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:
-    """End the claim of a handle that was dropped. A table that is gone has no records."""
-    alive = table()
-    if alive is not None:
-        alive.end_claim(claim)

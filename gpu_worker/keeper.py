@@ -45,13 +45,14 @@ class _Timed:
 class Keeper:
     """A daemon thread and its queue. `queue` takes `Mapping`s and `Task`s.
 
-    A forked child has another queue: a finalizer that may run there takes `put`.
+    A forked child has another queue.
     """
 
     def __init__(self, end: Callable[[Any], None]) -> None:
         """Make a keeper that calls `end` for every mapping; `start` it before use."""
         # Any: the mapping table says what its mappings are, and tasks share their queue.
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._old = self.queue
         self._end = end
         self._hurry = False
         self._numbers = itertools.count()
@@ -64,18 +65,21 @@ class Keeper:
     def start(self) -> None:
         self._thread.start()
 
-    def after_fork(self, fresh: queue.SimpleQueue[Any]) -> None:
-        """In a forked child: go on with what was at hand, and with what is in the old queue.
+    def renew(self) -> None:
+        """In a forked child: begin another queue, to which everybody is to turn before `go_on`.
 
-        That is of no use any more: the parent's thread may have had its lock for a moment. What was
-        to come at a time is forgotten: the heap may be half sorted. Any task may be done twice so.
-
-        Args:
-            fresh: the queue from now on.
+        The old one is of no use: the parent's thread may have had its lock for a moment.
         """
-        old, self.queue = self.queue, fresh
-        while not old.empty():
-            fresh.put(old.get_nowait())
+        self._old, self.queue = self.queue, queue.SimpleQueue()
+
+    def go_on(self) -> None:
+        """In a forked child: do what was at hand, and what is in the old queue, and then the new.
+
+        So any task may be done twice. What was to come at a time is forgotten: the heap may be half
+        sorted.
+        """
+        while not self._old.empty():
+            self.queue.put(self._old.get_nowait())
         self._timed = []
         self._thread = self._new_thread()
         self._thread.start()

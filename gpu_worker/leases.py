@@ -17,12 +17,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
@@ -118,12 +117,11 @@ class Leases:
         counted once, until both have given it back.
         """
         assert self._mappings is not None
-        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._mappings.after_fork(new_lease, ended)
+        self._mappings.after_fork(new_lease, self.keeper.queue)
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
         self._revoked_s = {}
-        self.keeper.after_fork(ended)
+        self.keeper.go_on()
 
     @property
     def any(self) -> bool:

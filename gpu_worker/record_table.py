@@ -100,6 +100,7 @@ class RecordTable:
         self._flights = Flights(self._lock)
         self.ids: Iterator[Any] = itertools.count(1)
         """Of claims and locks; to name their types would be a call at each lock."""
+        self._handles: dict[ClaimId, weakref.ref[object]] = {}
         self._callbacks = callbacks
         self._idle_s = idle_s
         # Last: from here on the coordinator's requests arrive.
@@ -194,10 +195,15 @@ class RecordTable:
 
     # --- for handles ----------------------------------------------------------------------------
 
-    @property
-    def finalizers(self) -> Keeper:
-        """Takes what a finalizer wants done: anything that is called with no argument."""
-        return self.client.keeper
+    def watch(self, handle: object, claim: ClaimId) -> None:
+        """Have `claim` ended when `handle` is gone, by the keeper.
+
+        As for mappings, nothing but `put` runs where the last reference is dropped: an interrupt
+        that comes into Python code there would be lost, and the claim with it.
+        """
+        end = functools.partial(_end_claim, weakref.ref(self), claim)
+        told = functools.partial(self.client.keeper.queue.put, end)
+        self._handles[claim] = weakref.ref(handle, told)
 
     def lock(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
         """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
@@ -237,6 +243,7 @@ class RecordTable:
     def end_claim(self, claim: ClaimId) -> None:
         """End a claim, if it is one."""
         self._settle(functools.partial(self._records.end_claim, claim, time.monotonic()))
+        self._handles.pop(claim, None)
 
     # --- for the keeper -------------------------------------------------------------------------
 
@@ -277,6 +284,10 @@ class RecordTable:
         self._flights.after_fork()
         for record in self._records.unasked():
             record.module.revive()
+        for claim, known in list(self._handles.items()):
+            handle = known()
+            if handle is not None:
+                self.watch(handle, claim)
         if self._idle_s is not None:
             keeper.put_at(time.monotonic() + self._idle_s, _expiring(self))
 
@@ -432,6 +443,13 @@ def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
             alive._end(record)
 
     return end
+
+
+def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:
+    """End the claim of a handle that was dropped. A table that is gone has no records."""
+    alive = table()
+    if alive is not None:
+        alive.end_claim(claim)
 
 
 def _expiring(table: RecordTable) -> Callable[[], None]:

@@ -47,9 +47,7 @@ def share(path: str, name: str, device: str, worker: Holder, patience_s: float =
             if client is None or client.ended:
                 client = _clients[place] = Client(path, _close_if_unused, patience_s)
                 _alive.add(client)
-            # In this order: of the callbacks of weak references, the newest is called first.
-            _look_after(worker, client)
-            client.workers.add(worker)
+            _add(worker, client)
         try:
             # Whoever comes first opens it, and not whoever made it: that one may be gone by now,
             # by an exception from outside.
@@ -76,10 +74,12 @@ def held_up() -> bool:
     return owned(_registry)
 
 
-def _look_after(worker: Holder, client: Client) -> None:
-    """Have the keeper look whether `client` is unused once `worker` is gone without leaving."""
+def _add(worker: Holder, client: Client) -> None:
+    """Have `worker` share `client`, which is looked after when that is gone without leaving."""
     check = functools.partial(_close_if_unused, client)
-    weakref.finalize(worker, client.keeper.put, check).atexit = False
+    weakref.finalize(worker, client.keeper.queue.put, check).atexit = False
+    # Behind it: of the callbacks of weak references, the newest is called first.
+    client.workers.add(worker)
 
 
 def _close_if_unused(client: Client) -> None:
@@ -108,6 +108,9 @@ def _after_fork() -> None:
         clients = list(_alive)
         for client in clients:
             client.after_fork()
+            for worker in list(client.workers):
+                client.workers.discard(worker)
+                _add(worker, client)  # anew: its keeper has another queue
         late = [one for one in clients if not one.wait_attached(deadline_s - time.monotonic())]
         for client in late:
             logger.info("the coordinator on %s has not answered a forked child yet", client.path)

@@ -119,6 +119,29 @@ class TestChild:
             """
         )
 
+    def test_what_it_drops_ends_and_with_its_worker_the_session(self, fork):
+        """Whatever told of it in the parent would tell a queue that nobody reads here."""
+        fork(
+            """
+            handle = load()
+            state = worker.state_dict("dropped", build=lambda: {"w": torch.arange(4.0)})
+            parent = os.getpid()
+            def child():
+                global handle, state, worker
+                del handle, state
+                worker.flush()
+                assert leases("dropped") == {"ready": {parent}}
+                assert worker.evict("linear")
+                worker.flush()
+                assert leases("linear") == {"ready": {parent}}
+                del worker
+                while any(one.pid != parent for one in ask(lambda one: one.status()).sessions):
+                    time.sleep(0.001)
+            joined(forked(child))
+            assert leases("linear") == leases("dropped") == {"ready": {parent}}
+            """
+        )
+
     def test_attaching_in_it_shares_its_session(self, fork):
         fork(
             """
