@@ -1,8 +1,10 @@
 """The file beside a socket that says which group has it, and who is in it.
 
-The supervisor holds a lock on it for life, so there is one group for a socket, and what the file
-says is true as long as it is locked: after a SIGKILL it is left behind, and means nothing. It is
-one line of JSON, written anew whenever something changes. The coordinator has no part in this.
+The supervisor holds a lock on its first byte for life, so there is one group for a socket; and one
+on its second from when the file says the first word of this group. What it says is true as long as
+that is locked: after a SIGKILL the file is left behind, and means nothing, also while the next
+group has it and has said nothing yet. It is one line of JSON, written anew whenever something
+changes. The coordinator has no part in this.
 
     Note on the lock
     fact: `flock` cannot be looked at without taking it, and a reader that takes it for a moment
@@ -27,6 +29,9 @@ FILE_LIMIT_BYTES = 1 << 20
 
 _LOCK = struct.Struct("hhqqi0q")
 """struct flock: type, whence, start, length, pid."""
+
+_TAKEN = _LOCK.pack(fcntl.F_WRLCK, 0, 0, 1, 0)
+_SAID = _LOCK.pack(fcntl.F_WRLCK, 0, 1, 1, 0)
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -74,7 +79,7 @@ class GroupFile:
                     remedy="choose a --socket in a folder that exists and is yours",
                 ) from error
             try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _TAKEN)
             except OSError as error:
                 os.close(fd)
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -85,7 +90,6 @@ class GroupFile:
                     f"another `weight-cache launch`{who} has {self._path.removesuffix('.group')}"
                 ) from None
             if self._is_ours(fd):
-                os.ftruncate(fd, 0)  # what a group has left behind that was killed
                 return fd
             os.close(fd)  # its owner unlinked it between our open and our lock
 
@@ -101,6 +105,7 @@ class GroupFile:
         try:
             os.pwrite(self._fd, line, 0)
             os.ftruncate(self._fd, len(line))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _SAID)
         except OSError:
             pass  # `status` then shows less; the group has better things to do
 
@@ -129,8 +134,7 @@ def read_group(socket: str) -> GroupReport | None:
     except OSError:
         return None
     try:
-        asked = _LOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0)
-        kind, *_ = _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+        kind, *_ = _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _SAID))
         if kind == fcntl.F_UNLCK:
             return None  # left behind
         line = os.pread(fd, FILE_LIMIT_BYTES, 0).partition(b"\n")[0]
