@@ -361,7 +361,10 @@ class CoordinatorLost(WeightCacheError):
 
     code = "coordinator_lost"
     exit_code = 6
-    default_remedy = "start one with `weight-cache serve`, or set WEIGHT_CACHE_SOCKET to its socket"
+    default_remedy = (
+        "start one with `weight-cache serve` or attach(autostart=True), or set WEIGHT_CACHE_SOCKET "
+        "to the socket of one"
+    )
 
 
 class NoCoordinator(CoordinatorLost):
