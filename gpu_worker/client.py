@@ -331,12 +331,20 @@ class Client:
         self._connection.join(EXIT_TIMEOUT_S)
 
     def after_fork(self) -> None:
-        """In a forked child: have all of it as its own, and begin to say so."""
+        """In a forked child: have all of it as its own. Nothing runs yet."""
         self.pid = os.getpid()
         free_after_fork(self._opening)
         for worker in list(self.workers):
             worker.after_fork(self.keeper)
         self._session.after_fork()
+
+    def start_after_fork(self) -> None:
+        """In a forked child: begin to say so.
+
+        Raises:
+            RuntimeError: it gets no thread. What is asked through this raises ResourceError.
+        """
+        self._session.start_after_fork()
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Say whether the coordinator has counted what a forked child has."""

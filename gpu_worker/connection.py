@@ -190,7 +190,7 @@ class Connection:
             self._reader.join(timeout_s)
 
     def after_fork(self) -> None:
-        """In a forked child: close the parent's fds, and begin to make a connection of its own.
+        """In a forked child: close the parent's fds, and be ready to make a connection of its own.
 
         One that was not made yet, or was closing, is lost. The lock is held.
         """
@@ -216,7 +216,11 @@ class Connection:
             self.lost = FdsExhausted(f"no connection could be made: {error.strerror}")
             return
         self._reader = self._new_reader()
-        self._reader.start()
+
+    def start_after_fork(self) -> None:
+        """In a forked child: begin to make that connection, unless there is to be none."""
+        if self.lost is None:
+            self._reader.start()
 
     def wait_settled(self, timeout_s: float) -> bool:
         """Say whether somebody has answered after a fork, by then at the latest."""

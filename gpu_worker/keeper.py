@@ -9,6 +9,14 @@ may only enqueue: they run in any thread, inside any lock.
     consequence: this thread may not be at work then
     choice: stop and join it at exit; what is still queued, the end of the process does
     cost: exit waits for the one item at hand
+
+    Note on taking an item
+    fact: another thread may fork between any two instructions of this one
+    consequence: an item that had left the queue, and was not noted yet, would be lost in the child:
+    a mapping that is never unmapped there, a claim that never ends
+    choice: `deque.extend(map(get, ...))` takes and notes it in one call, in which no other thread
+    runs from there on
+    cost: it has to be read twice
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +35,6 @@ from typing import Any
 from gpu_worker.callbacks import report
 
 Task = Callable[[], object]
-
-_NOTHING = object()
 
 SETTLE_ROUNDS = 16
 """Deeper than destructors that drop handles on modules whose destructors drop handles go."""
@@ -57,15 +64,15 @@ class Keeper:
         self._numbers = itertools.count()
         self._timed: list[_Timed] = []
         """A heap. The thread's own."""
-        self._at_hand: Any = _NOTHING
-        """What was taken from the queue, until it is done."""
+        self._at_hand: deque[Any] = deque()
+        """What was taken from the queue, until it is done: one item, or none."""
         self._thread = self._new_thread()
 
     def start(self) -> None:
         self._thread.start()
 
     def after_fork(self, fresh: queue.SimpleQueue[Any]) -> None:
-        """In a forked child: go on with what was at hand, and with what is in the old queue.
+        """In a forked child: be ready to go on with what was at hand, and in the old queue.
 
         That is of no use any more: the parent's thread may have had its lock for a moment. What was
         to come at a time is forgotten: the heap may be half sorted. Any task may be done twice so.
@@ -78,7 +85,6 @@ class Keeper:
             fresh.put(old.get_nowait())
         self._timed = []
         self._thread = self._new_thread()
-        self._thread.start()
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
@@ -135,32 +141,35 @@ class Keeper:
         leaving = False
         # What `call_settled` waits for puts itself behind what it finds, and so behind a `leave`.
         while not (leaving and self.queue.empty()):
-            if self._at_hand is _NOTHING:
-                self._at_hand = self._next()
+            if not self._at_hand:
+                self._take()
             if self._hurry:
                 return
-            if self._at_hand is None:
+            if self._at_hand[0] is None:
                 leaving = True
             else:
                 self.attempt(self._perform)
             if self._thread is not threading.current_thread():
                 return  # its task has forked, and this is the child, which has a keeper
-            self._at_hand = _NOTHING
+            self._at_hand.clear()
 
-    def _next(self) -> Any:
+    def _take(self) -> None:
         """Wait for what comes next: from the queue, or a task whose time has come."""
         while self._timed:
             left_s = self._timed[0].at_s - time.monotonic()
             if left_s <= 0:
-                return heapq.heappop(self._timed).task
+                self._at_hand.append(heapq.heappop(self._timed).task)
+                return
+            wait_s = min(left_s, threading.TIMEOUT_MAX)
             try:
-                return self.queue.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+                self._at_hand.extend(map(self.queue.get, (True,), (wait_s,)))
+                return
             except queue.Empty:
                 continue
-        return self.queue.get()
+        self._at_hand.extend(map(self.queue.get, (True,)))
 
     def _perform(self) -> None:
-        item = self._at_hand
+        item = self._at_hand[0]
         if isinstance(item, _Timed):
             heapq.heappush(self._timed, item)
         elif callable(item):

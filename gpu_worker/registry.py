@@ -12,11 +12,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from gpu_worker.callbacks import report
 from gpu_worker.client import Client
 from gpu_worker.leases import Holder
 from gpu_worker.reentry import free_after_fork, owned
+from gpu_worker.strays import end_strays
 from shm_store.errors import ConnectionLost
 
 logger = logging.getLogger("gpu_worker")
@@ -103,14 +105,23 @@ def _after_fork() -> None:
     does.
     """
     deadline_s = time.monotonic() + FORK_WAIT_S
+    clients = list(_alive)
+    free_after_fork(_registry)
+    for client in clients:
+        _attempt(client.after_fork)
+    kept = [mapping for client in clients for mapping in client.leases.kept]
+    _attempt(functools.partial(end_strays, kept))
+    for client in clients:
+        _attempt(client.start_after_fork)
+    late = [one for one in clients if not one.wait_attached(deadline_s - time.monotonic())]
+    for client in late:
+        logger.info("the coordinator on %s has not answered a forked child yet", client.path)
+
+
+def _attempt(step: Callable[[], object]) -> None:
+    """Do one step of `_after_fork`, and have the others done whatever becomes of it."""
     try:
-        free_after_fork(_registry)
-        clients = list(_alive)
-        for client in clients:
-            client.after_fork()
-        late = [one for one in clients if not one.wait_attached(deadline_s - time.monotonic())]
-        for client in late:
-            logger.info("the coordinator on %s has not answered a forked child yet", client.path)
+        step()
     except Exception as error:  # it would be printed where nobody looks for it
         report("a forked child could not be attached", error)
 
