@@ -6,7 +6,7 @@ segment was mapped and its mapping not in the table, an fd was out of it and not
 consequence: the child would keep memory that the books call free, for as long as it lives
 choice: the kernel says which segments this process has open and mapped, and what no mapping
 has is ended. Nothing else runs in the child yet, so the answer stays true
-cost: 1 ms for a thousand fds or maps. Where /proc is not mounted they stay
+cost: 0.6 ms in a process that has torch, 5 ms with a thousand fds. Without /proc they stay
 """
 
 from __future__ import annotations
