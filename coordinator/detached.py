@@ -62,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     open_streams()
     # The starter's may be anything: a thread of it that blocks TERM, for one.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would cost our child's exit code
     os.umask(0o077)
     path, log_path, leave_after, apart = arguments
     try:

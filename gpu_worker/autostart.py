@@ -13,6 +13,14 @@ that is ours, so that nothing that ends us, our terminal or our service ends the
     the user's own. It is tried before, so that a systemd that does not answer costs only time. The
     group is delegated: else systemd would end all of it when the kernel kills a child for memory
     cost: 40 ms. Where systemd does not run for this user, as in containers, it stays where it is
+
+    Note on exit codes
+    fact: where SIGCHLD is ignored, as a starter may have inherited it, the kernel throws the exit
+    codes of children away, and `subprocess` says 0
+    consequence: what failed would look as if it had not
+    choice: what is started has to show that it works: a scope by what runs in it, a coordinator by
+    its answer
+    cost: none where the exit code is there
 """
 
 from __future__ import annotations
@@ -42,8 +50,14 @@ RETRY_LIMIT_S = 10.0
 
 SCOPE_LIMIT_S = 5.0
 
-NOT_PASSED_ON = ("WEIGHT_CACHE_", "LISTEN_", "WATCHDOG_", "NOTIFY_SOCKET", "FDSTORE")
-"""What these variables begin with is said to us: about our manager, our fds, our group."""
+NOT_PASSED_ON = (
+    *("WEIGHT_CACHE_", "LISTEN_", "WATCHDOG_", "NOTIFY_SOCKET", "FDSTORE"),
+    "PYTHONINSPECT",
+)
+"""What these variables begin with is said to us: about our manager, our fds, our group, and that
+our Python is to stay when its program has ended."""
+
+_RAN = "apart"
 
 Attached = TypeVar("Attached")
 
@@ -105,7 +119,7 @@ def start(path: str) -> None:
         raise _failed(path, log, f"{command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         raise _failed(path, log, f"none was ready within {START_LIMIT_S:g} s") from None
-    if done.returncode:
+    if done.returncode or (done.stderr and not _answers(path)):
         lines = done.stderr.decode(errors="replace").split("\n")
         said = next((line for line in reversed(lines) if line), f"exit code {done.returncode}")
         raise _failed(path, log, said.removeprefix("weight-cache: "))
@@ -136,7 +150,8 @@ def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
 def _scope(environment: Mapping[str, str]) -> list[str]:
     """Return the command that gives what follows a control group of its own; none if nothing can.
 
-    Tried with a command that does nothing: what it said of the real one would be mixed with that.
+    Tried with a command that only shows that it ran: what is said of the real one would be mixed
+    with its own words.
     """
     found = shutil.which("systemd-run", path=environment.get("PATH"))
     if found is None:
@@ -145,14 +160,15 @@ def _scope(environment: Mapping[str, str]) -> list[str]:
     command += ["--description=weight-cache coordinator", "--"]
     try:
         tried = subprocess.run(
-            [*command, "true"],
+            [*command, "echo", _RAN],
             check=False,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=SCOPE_LIMIT_S,
             env=environment,
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return command if tried.returncode == 0 else []
+    ran = tried.returncode == 0 and tried.stdout.decode(errors="replace").strip() == _RAN
+    return command if ran else []

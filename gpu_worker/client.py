@@ -330,14 +330,27 @@ class Client:
         self.keeper.stop(EXIT_TIMEOUT_S)
         self._connection.join(EXIT_TIMEOUT_S)
 
+    @property
+    def at_work(self) -> tuple[threading.RLock, ...]:
+        """What its two threads hold while they are at something."""
+        return self.keeper.at_work, self._connection.at_work
+
     def after_fork(self) -> None:
-        """In a forked child: have all of it as its own, and begin to say so."""
+        """In a forked child: have all of it as its own. Nothing runs yet."""
         self.pid = os.getpid()
         free_after_fork(self._opening)
         self.keeper.renew()
         for worker in list(self.workers):
             worker.after_fork(self.keeper)
         self._session.after_fork()
+
+    def start_after_fork(self) -> None:
+        """In a forked child: begin to say so.
+
+        Raises:
+            RuntimeError: it gets no thread. What is asked through this raises ResourceError.
+        """
+        self._session.start_after_fork()
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Say whether the coordinator has counted what a forked child has."""

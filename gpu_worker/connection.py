@@ -86,6 +86,8 @@ class Connection:
         """
         self.path = path
         self.lock = threading.RLock()
+        self.at_work = threading.RLock()
+        """Held while a message is taken, so that a fork can wait for its end."""
         self.lost: WeightCacheError | None = None
         """Why there is no connection any more."""
         self.away: WeightCacheError | None = None
@@ -190,7 +192,7 @@ class Connection:
             self._reader.join(timeout_s)
 
     def after_fork(self) -> None:
-        """In a forked child: close the parent's fds, and begin to make a connection of its own.
+        """In a forked child: close the parent's fds, and be ready to make a connection of its own.
 
         One that was not made yet, or was closing, is lost. The lock is held.
         """
@@ -201,6 +203,7 @@ class Connection:
             self._channel = None
         self._drop_outbox()
         self.farewell = self._broken = None
+        self.at_work = threading.RLock()
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
@@ -216,7 +219,11 @@ class Connection:
             self.lost = FdsExhausted(f"no connection could be made: {error.strerror}")
             return
         self._reader = self._new_reader()
-        self._reader.start()
+
+    def start_after_fork(self) -> None:
+        """In a forked child: begin to make that connection, unless there is to be none."""
+        if self.lost is None:
+            self._reader.start()
 
     def wait_settled(self, timeout_s: float) -> bool:
         """Say whether somebody has answered after a fork, by then at the latest."""
@@ -290,14 +297,15 @@ class Connection:
                 self._send_outbox(channel)
             if self.closing and (self._hurry or not self._outbox):
                 raise WorkerClosed(CLOSED)
-            try:
-                received = channel.receive()
-            except BlockingIOError:
-                continue
-            if received is None:
-                raise ConnectionLost(f"the coordinator on {self.path} went away")
-            self._speaker.take(*received)
-            del received
+            with self.at_work:
+                try:
+                    received = channel.receive()
+                except BlockingIOError:
+                    continue
+                if received is None:
+                    raise ConnectionLost(f"the coordinator on {self.path} went away")
+                self._speaker.take(*received)
+                del received
 
     def _come_back(self) -> WeightCacheError | None:
         """Connect again, however long that takes; return why not, if there is no use in it."""

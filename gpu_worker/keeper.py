@@ -9,6 +9,14 @@ may only enqueue: they run in any thread, inside any lock.
     consequence: this thread may not be at work then
     choice: stop and join it at exit; what is still queued, the end of the process does
     cost: exit waits for the one item at hand
+
+    Note on taking an item
+    fact: another thread may fork between any two instructions of this one
+    consequence: an item that had left the queue, and was not noted yet, would be lost in the child:
+    a mapping that is never unmapped there, a claim that never ends
+    choice: `deque.extend(map(get, ...))` takes and notes it in one call, in which no other thread
+    runs from there on
+    cost: it has to be read twice
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +35,6 @@ from typing import Any
 from gpu_worker.callbacks import report
 
 Task = Callable[[], object]
-
-_NOTHING = object()
 
 SETTLE_ROUNDS = 16
 """Deeper than destructors that drop handles on modules whose destructors drop handles go."""
@@ -53,13 +60,15 @@ class Keeper:
         # Any: the mapping table says what its mappings are, and tasks share their queue.
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._old = self.queue
+        self.at_work = threading.RLock()
+        """Held while a task is done, so that a fork can wait for its end."""
         self._end = end
         self._hurry = False
         self._numbers = itertools.count()
         self._timed: list[_Timed] = []
         """A heap. The thread's own."""
-        self._at_hand: Any = _NOTHING
-        """What was taken from the queue, until it is done."""
+        self._at_hand: deque[Any] = deque()
+        """What was taken from the queue, until it is done: one item, or none."""
         self._thread = self._new_thread()
 
     def start(self) -> None:
@@ -73,16 +82,16 @@ class Keeper:
         self._old, self.queue = self.queue, queue.SimpleQueue()
 
     def go_on(self) -> None:
-        """In a forked child: do what was at hand, and what is in the old queue, and then the new.
+        """In a forked child: be ready to do what was at hand, and what is in both queues.
 
-        So any task may be done twice. What was to come at a time is forgotten: the heap may be half
-        sorted.
+        Once it is started. So any task may be done twice. What was to come at a time is forgotten:
+        the heap may be half sorted.
         """
         while not self._old.empty():
             self.queue.put(self._old.get_nowait())
         self._timed = []
+        self.at_work = threading.RLock()
         self._thread = self._new_thread()
-        self._thread.start()
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name="weight-cache-keeper", daemon=True)
@@ -119,7 +128,8 @@ class Keeper:
     def attempt(self, task: Task) -> None:
         """Call `task` in this thread, which nothing may end but `leave` and `stop`."""
         try:
-            task()
+            with self.at_work:
+                task()
         except BaseException as error:
             with contextlib.suppress(BaseException):  # of a handler of the log
                 report("the keeper could not finish one of its tasks", error)
@@ -139,32 +149,35 @@ class Keeper:
         leaving = False
         # What `call_settled` waits for puts itself behind what it finds, and so behind a `leave`.
         while not (leaving and self.queue.empty()):
-            if self._at_hand is _NOTHING:
-                self._at_hand = self._next()
+            if not self._at_hand:
+                self._take()
             if self._hurry:
                 return
-            if self._at_hand is None:
+            if self._at_hand[0] is None:
                 leaving = True
             else:
                 self.attempt(self._perform)
             if self._thread is not threading.current_thread():
                 return  # its task has forked, and this is the child, which has a keeper
-            self._at_hand = _NOTHING
+            self._at_hand.clear()
 
-    def _next(self) -> Any:
+    def _take(self) -> None:
         """Wait for what comes next: from the queue, or a task whose time has come."""
         while self._timed:
             left_s = self._timed[0].at_s - time.monotonic()
             if left_s <= 0:
-                return heapq.heappop(self._timed).task
+                self._at_hand.append(heapq.heappop(self._timed).task)
+                return
+            wait_s = min(left_s, threading.TIMEOUT_MAX)
             try:
-                return self.queue.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+                self._at_hand.extend(map(self.queue.get, (True,), (wait_s,)))
+                return
             except queue.Empty:
                 continue
-        return self.queue.get()
+        self._at_hand.extend(map(self.queue.get, (True,)))
 
     def _perform(self) -> None:
-        item = self._at_hand
+        item = self._at_hand[0]
         if isinstance(item, _Timed):
             heapq.heappush(self._timed, item)
         elif callable(item):

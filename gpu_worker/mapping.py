@@ -28,7 +28,8 @@ tensors over a map are made in `tensors`.
     what another thread has put there since
     choice: nothing goes back to the kernel step by step: each step is replaced by a reservation,
     which may be done twice, and that goes as a whole. Its child does all of it again
-    cost: the child keeps addresses reserved, but no memory, if the fork fell into that last call
+    cost: the child keeps addresses reserved, but no memory, if the fork fell into that last call.
+    What no mapping knows yet, or any more, `strays` ends
 """
 
 from __future__ import annotations
@@ -194,6 +195,11 @@ class MappingTable:
         """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
         return owned(self._lock)
 
+    @property
+    def kept(self) -> list[Mapping]:
+        """Those that are not forgotten yet."""
+        return list(self._there)
+
     def __len__(self) -> int:
         """Return how many mappings are not forgotten yet, with or without live tensors."""
         return len(self._there)
@@ -322,7 +328,7 @@ class MappingTable:
             for start in range(mapping.address, end, UNMAP_STEP_BYTES):
                 _reserve(start, min(UNMAP_STEP_BYTES, end - start))
             mapping.unmapped = True
-            _unmap(mapping.address, whole_bytes)
+            unmap_range(mapping.address, whole_bytes)
         with self._lock:
             fd, mapping.fd = mapping.fd, -1
         if fd >= 0:
@@ -344,6 +350,7 @@ class MappingTable:
         """In a forked child: have all of it as its own, under leases that nobody knows yet."""
         free_after_fork(self._lock)
         self._ended = ended
+        self._there.update(self._mappings.values())  # another thread may have been between the two
         for mapping in self._there:
             buffer = mapping.buffer()
             if buffer is not None:
@@ -401,10 +408,10 @@ def map_segment(fd: int, size_bytes: int) -> Buffer:
     try:
         _map(address, mapped_bytes, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd)
     except (SegmentRefused, ResourceError):
-        _unmap(reserved, reserved_bytes)
+        unmap_range(reserved, reserved_bytes)
         raise
-    _unmap(reserved, address - reserved)
-    _unmap(address + mapped_bytes, reserved + reserved_bytes - address - mapped_bytes)
+    unmap_range(reserved, address - reserved)
+    unmap_range(address + mapped_bytes, reserved + reserved_bytes - address - mapped_bytes)
     return _sized(size_bytes).from_address(address)
 
 
@@ -432,7 +439,8 @@ def _reserve(address: int, size_bytes: int) -> int:
     return _map(address, size_bytes, _PROT_NONE, flags, -1)
 
 
-def _unmap(address: int, size_bytes: int) -> None:
+def unmap_range(address: int, size_bytes: int) -> None:
+    """Give addresses back, and what is mapped there."""
     if size_bytes and _libc().munmap(address, size_bytes):
         code = ctypes.get_errno()
         raise OSError(code, f"munmap of {size_bytes} bytes: {os.strerror(code)}")

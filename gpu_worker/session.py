@@ -38,6 +38,7 @@ from shm_store.errors import (
     Draining,
     LoadTimeout,
     ProtocolViolation,
+    ResourceError,
     WeightCacheError,
     WorkerClosed,
 )
@@ -118,6 +119,22 @@ class Session:
             self.connection.after_fork()
             if not self.connection.closing:
                 self.leases.after_fork(lambda: LeaseId(self.requests.next_rid()))
+
+    def start_after_fork(self) -> None:
+        """In a forked child: have the threads of that session."""
+        if self.connection.closing:
+            return
+        try:
+            self.leases.keeper.start()
+            self.connection.start_after_fork()
+        except RuntimeError as error:
+            # Who waited for either would wait for ever.
+            self.connection.closing = True
+            self.connection.lost = ResourceError(
+                f"this forked child is not attached: {error}",
+                remedy="allow it more threads: `ulimit -u`, or its control group's limit",
+            )
+            raise
 
     # --- asking ---------------------------------------------------------------------------------
 

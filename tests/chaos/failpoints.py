@@ -67,7 +67,7 @@ FAILPOINTS = (
     Failpoint("worker", "before COMMIT", _POST, "before", "Commit"),
     Failpoint("worker", "after COMMIT", _POST, "after", "Commit"),
     Failpoint("worker", "before the unmap", f"{_MAPS}.unmap", "before", nth=3),
-    Failpoint("worker", "in the unmap", "gpu_worker.mapping:_unmap", "after", nth=6),
+    Failpoint("worker", "in the unmap", "gpu_worker.mapping:unmap_range", "after", nth=6),
     Failpoint("worker", "unmapped, before RELEASE", _POST, "before", "Release", nth=3),
     Failpoint("worker", "after RELEASE", _POST, "after", "Release", nth=3),
     Failpoint("worker", "before ACK", _POST, "before", "Ack"),

@@ -81,7 +81,7 @@ def test_weights_that_are_ready_are_not_read_again(tmp_path):
         ("coordinator.store:Store.forget_segment", "loader: at any time", "fd_held"),
         ("coordinator.store:Store.forget_session", "worker: at any time", "pidfd"),
         ("coordinator.store:Store.recover", "coordinator: at any time", "unknown_segment|read ag"),
-        ("gpu_worker.mapping:_unmap", "loader: at any time", "unleased_mapping"),
+        ("gpu_worker.mapping:unmap_range", "loader: at any time", "unleased_mapping"),
         ("gpu_worker.publish:Span.write", "loader: at any time", "build-.* differs"),
     ],
     ids=[

@@ -71,6 +71,7 @@ def test_what_is_said_to_the_starter_alone_is_not_passed_on(monkeypatch):
         "HOME": "/home/u",
         "NOTIFY_SOCKET": "/n",
         "FDSTORE": "9",
+        "PYTHONINSPECT": "1",
         "LISTEN_PID": "1",
         "LISTEN_FDS": "1",
         "LISTEN_FDNAMES": "a",

@@ -483,6 +483,149 @@ class TestOtherThreads:
             """
         )
 
+    def test_what_the_keeper_has_just_taken_is_not_lost(self, fork):
+        """It has left the queue, and nothing is done of it yet: its claim ends in the child too."""
+        fork(
+            """
+            taken, over = threading.Event(), threading.Event()
+            def trace(frame, event, argument):
+                if frame.f_code.co_name not in ("_take", "_next"):
+                    return None
+                if event == "return" and not taken.is_set():
+                    taken.set()
+                    over.wait(20)
+                return trace
+            handle = load()
+            worker.flush()
+            begun = threading.Event()
+            def begin():
+                sys.settrace(trace)
+                begun.set()
+            worker._client.keeper.put(begin)
+            assert begun.wait(20)
+            del handle
+            assert taken.wait(20)
+            def child():
+                worker.flush()
+                assert worker.evict("linear")
+            pid = os.fork()
+            if not pid:
+                signal.alarm(20)
+                child()
+                os._exit(0)
+            over.set()
+            joined(pid)
+            """
+        )
+
+    @pytest.mark.parametrize("moment", ["received", "mapped", "closing"])
+    def test_what_they_had_of_a_segment_is_nothing_of_the_childs(self, fork, moment):
+        """An fd on its way to a mapping, or out of it; a map before anybody knows of it."""
+        script = """
+            from gpu_worker import leases, mapping
+            at_it, over = threading.Event(), threading.Event()
+            def wait():
+                at_it.set()
+                over.wait(20)
+            class Os:
+                def __getattr__(self, name):
+                    return getattr(os, name)
+                def close(self, fd):
+                    wait()
+                    os.close(fd)
+            map_segment, granted = mapping.map_segment, mapping.MappingTable.granted
+            def mapping_late(fd, size_bytes):
+                buffer = map_segment(fd, size_bytes)
+                wait()
+                return buffer
+            def granted_late(*arguments):
+                wait()
+                return granted(*arguments)
+            state = worker.state_dict("known to MOMENT", build=skeleton)
+            if "MOMENT" == "received":
+                mapping.MappingTable.granted = granted_late
+            elif "MOMENT" == "mapped":
+                mapping.map_segment = mapping_late
+            else:
+                mapping.os = Os()
+            def use():
+                worker.state_dict("MOMENT", build=skeleton)
+            threading.Thread(target=use, daemon=True).start()
+            assert at_it.wait(20)
+            def segments(lines):
+                return {line.split("weight-cache:")[1].split()[0] for line in lines}
+            pid = os.fork()
+            if not pid:
+                signal.alarm(20)
+                links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+                fds = [os.readlink(link) for link in links if os.path.lexists(link)]
+                with open("/proc/self/maps") as maps:
+                    lines = [*maps, *fds]
+                kept = segments(line for line in lines if "/memfd:weight-cache:" in line)
+                os._exit(0 if kept == {KNOWN} else 1)
+            over.set()
+            joined(pid)
+            assert state["bias"].numel() == 2
+        """
+        known = "next(iter(worker._client.leases._mappings._mappings))"
+        fork(script.replace("MOMENT", moment).replace("KNOWN", known))
+
+    def test_one_that_gets_no_thread_is_told(self, fork):
+        """And not left to wait for threads that are not there."""
+        fork(
+            """
+            import logging
+            logging.disable()
+            state = worker.state_dict("threadless", build=skeleton)
+            start = threading._start_new_thread
+            def refuse(*arguments):
+                raise RuntimeError("can't start new thread")
+            threading._start_new_thread = refuse
+            pid = os.fork()
+            threading._start_new_thread = start
+            if not pid:
+                signal.alarm(20)
+                for ask_for in (
+                    lambda: worker.state_dict("threadless", build=skeleton), worker.flush
+                ):
+                    try:
+                        ask_for()
+                    except gpu_worker.ResourceError as error:
+                        assert "not attached" in str(error)
+                    else:
+                        os._exit(1)
+                assert state["bias"].numel() == 2
+                gpu_worker.attach(sys.argv[1]).state_dict("threadless", build=skeleton)
+                os._exit(0)
+            joined(pid)
+            """
+        )
+
+    def test_what_the_keeper_has_in_its_hands_is_not_kept_for_ever(self, fork):
+        """The child has no such thread, and nobody there could let go of it. A fork waits."""
+        fork(
+            """
+            from gpu_worker import registry
+            registry.FORK_PATIENCE_S = 20
+            state = worker.state_dict("in hand", build=lambda: {"w": torch.arange(4.0)})
+            parent = os.getpid()
+            at_it, over = threading.Event(), threading.Event()
+            def task():
+                in_hand = state
+                at_it.set()
+                over.wait()
+            worker._client.keeper.put(task)
+            assert at_it.wait(20)
+            threading.Timer(0.1, over.set).start()
+            def child():
+                global state
+                del state
+                worker.flush()
+                assert leases("in hand") == {"ready": {parent}}
+            joined(forked(child))
+            """
+        )
+
     def test_a_callback_that_forks_is_not_told_twice(self, fork):
         """In the keeper's thread, which is the child's main thread then."""
         fork(

@@ -426,7 +426,7 @@ def test_an_unmapping_that_a_fork_cut_short_is_done_again(keeper, fd, monkeypatc
     ctypes.memset(ended.address, 5, 1)
     assert end(keeper.table, ended) == 7
     assert ctypes.string_at(ended.address, 1) == b"\5"
-    mapping._unmap(ended.address, PAGE_BYTES)
+    mapping.unmap_range(ended.address, PAGE_BYTES)
 
 
 SCRIPT = """

@@ -36,6 +36,9 @@ autostart.LEAVE_AFTER_S = leave_after_s
 ATTACH = "worker = gpu_worker.attach(path, autostart=True)"
 
 
+IGNORE = "import signal; signal.signal(signal.SIGCHLD, getattr(signal, children))"
+
+
 class Started:
     """The coordinator that answers on a path, whoever started it."""
 
@@ -95,7 +98,7 @@ class Place:
         """Have a `systemd-run` of the test's found; its calls are in the file returned.
 
         Args:
-            tried: what it does, in shell, with a command that does nothing.
+            tried: what it does, in shell, with a command that only shows that it ran.
             starts: what it does before it becomes any other.
         """
         calls = self.folder / "calls"
@@ -103,7 +106,7 @@ class Place:
         program.parent.mkdir()
         program.write_text(
             f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != -- ]; do shift; done\nshift\n'
-            f'if [ "$1" = true ]; then {tried}; fi\n{starts}\nexec "$@"\n'
+            f'if [ "$1" = echo ]; then {tried}; fi\n{starts}\nexec "$@"\n'
         )
         program.chmod(0o755)
         self.environment["PATH"] = f"{program.parent}:{os.environ['PATH']}"
@@ -193,7 +196,7 @@ def test_it_is_no_part_of_its_starter(place):
 def test_its_start_outlives_who_asked_for_it(place):
     go_on = place.folder / "go on"
     os.mkfifo(go_on)
-    place.play_systemd("exit 0", f"read word < '{go_on}'")
+    place.play_systemd("echo apart; exit 0", f"read word < '{go_on}'")
     process = place.fork()
     process.lines.write(json.dumps([ATTACH, {"path": place.path}]) + "\n")
     process.lines.flush()
@@ -247,10 +250,13 @@ def test_it_leaves_some_time_after_its_last_session(place):
     assert place.log().count("ready on") == 2
 
 
-def test_one_that_cannot_start_is_an_error_with_the_last_line_of_its_log(place):
+@pytest.mark.parametrize("children", ["SIG_DFL", "SIG_IGN"])
+def test_one_that_cannot_start_is_an_error_with_the_last_line_of_its_log(place, children):
+    """Also where the starter ignores SIGCHLD, and so hears of no exit code."""
     os.mkdir(os.path.dirname(place.path))
     Path(place.path).write_text("somebody's file")
     process = place.fork()
+    process.do(IGNORE, children=children)
     for _ in range(2):  # nothing is left of the first try
         with pytest.raises(Raised) as raised:
             place.attach(process)
@@ -275,17 +281,20 @@ class TestControlGroup:
     """With a `systemd-run` of the test's: few machines that run tests have systemd for the user."""
 
     def test_where_systemd_runs_it_gets_one_of_its_own(self, place):
-        calls = place.play_systemd("exit 0")
+        calls = place.play_systemd("echo apart; exit 0")
         place.attach(place.fork())
         tried, started = calls.read_text().splitlines()
         options = started.partition(" -- ")[0]
-        assert tried == f"{options} -- true"
+        assert tried == f"{options} -- echo apart"
         assert {"--user", "--scope", "--property=Delegate=yes"} <= set(options.split())
         assert f"-m coordinator.detached {place.path} " in started
         assert "control group" not in place.log()
 
-    def test_where_it_fails_it_stays_in_its_starters_and_says_what_is_lost(self, place):
+    @pytest.mark.parametrize("children", ["SIG_DFL", "SIG_IGN"])
+    def test_where_it_fails_it_stays_in_its_starters_and_says_what_is_lost(self, place, children):
         calls = place.play_systemd("exit 1")
-        place.attach(place.fork())
+        process = place.fork()
+        process.do(IGNORE, children=children)
+        place.attach(process)
         assert len(calls.read_text().splitlines()) == 1
         assert "stays in the control group of what started it" in place.log()
