@@ -36,7 +36,7 @@ from coordinator.coordinator_host import CoordinatorHost
 from coordinator.display import say, show_error
 from coordinator.fd_limit import raise_fd_limit
 from coordinator.group_file import GroupFile, GroupReport, MemberReport
-from coordinator.limits import read_limits
+from coordinator.limits import RAM, read_limits
 from coordinator.loop import Loop, wakeups
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.output import Outlet, OutletText
@@ -51,12 +51,11 @@ from shm_store.errors import (
     PlatformUnsupported,
     WeightCacheError,
 )
+from shm_store.report import size_text
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """What asks the group to end."""
 FORWARDED = (*ENDING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-RAM = "ram"
 
 
 def launch(plan: Plan) -> int:
@@ -75,6 +74,9 @@ def launch(plan: Plan) -> int:
         raise ArgumentRefused(f"{plan.command[0]!r} is no command that can be run")
     if plan.limits is not None:
         read_limits(plan.limits)  # before anything is started; read again where it counts
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            # As under nohup. Here it is no terminal's hangup, and whoever sends it means it.
+            signal.signal(signal.SIGHUP, lambda *_: None)
     with _private_folder() as folder:
         return front.run(partial(_supervise, plan, folder), FORWARDED, plan.grace_s)
 
@@ -102,6 +104,8 @@ class _Group:
         self._signals = signals
         self._launched = os.getppid()
         self._limits = {} if plan.limits is None else read_limits(plan.limits)
+        self._unsent: dict[str, int] = {}
+        """Limits that were read while no coordinator could be told."""
         self._loop = Loop()
         # The limit of open files as it was is for the workers: `select` cannot count far.
         self._fds_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -160,9 +164,7 @@ class _Group:
         self._publish()
 
     def coordinator_ready(self) -> None:
-        for pool, limit_bytes in self._limits.items():
-            if pool != RAM:
-                self._coordinator.limit(pool, limit_bytes, _complain)
+        self._send_limits()
         self._publish()
         for worker in self._workers.all:
             if worker.due and not self._ending:
@@ -357,17 +359,28 @@ class _Group:
             self._coordinator.kill()
 
     def _reload(self, path: str) -> None:
-        """Read the limits anew. If they cannot be read, or one is refused, the old one stays."""
+        """Read the limits anew. If they cannot be read, or one is refused, the old one stays.
+
+        What is read while there is no coordinator is for the next: to it, what was stored by the
+        one before would count more than the budget that it is started with.
+        """
         try:
             limits = read_limits(path)
         except ArgumentRefused as error:
+            error.message += "; nothing was changed"
             show_error(error)
             return
         self._limits.update(limits)
-        say(f"read the limits in {path}: {', '.join(limits) or 'none'}")
+        self._unsent.update(limits)
+        sizes = [f"{pool} {size_text(limit_bytes)}" for pool, limit_bytes in limits.items()]
+        say(f"read the limits in {path}: {', '.join(sizes) or 'none'}")
         if self._coordinator.ready:
-            for pool, limit_bytes in limits.items():
-                self._coordinator.limit(pool, limit_bytes, _complain)
+            self._send_limits()
+
+    def _send_limits(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for pool, limit_bytes in unsent.items():
+            self._coordinator.limit(pool, limit_bytes, _complain)
 
     def _publish(self) -> None:
         """Say in the group's file who is in it, once the socket is surely ours."""
