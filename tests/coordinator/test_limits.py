@@ -112,6 +112,21 @@ def test_hup_while_there_is_no_coordinator_is_for_the_next_one(launch, file):
 
 
 @pytest.mark.process
+def test_the_ready_line_has_the_limit_that_counts(launch):
+    """Not the budget that this coordinator was started with, where another limit came back."""
+    launched = launch("--ram-budget", "1MiB", worker=f"{ENDS}; {HELLO}; {WAITS}")
+    launched.up(1)
+    assert launched.said("ready on").endswith("(ram budget 1.0 MiB)")
+    with Operator.connect(launched.socket(), "test") as operator:
+        operator.limit("ram", 8 << 20)
+    os.kill(launched.coordinator, signal.SIGKILL)
+    assert launched.said("ready on").endswith("(ram budget 8.0 MiB)")
+    assert limit_bytes(launched) == 8 << 20
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
 def test_hup_counts_also_where_it_was_ignored(launch, file):
     """As under nohup: without --limits it stays ignored, with it somebody asks for something."""
     file.write_text("ram 5MiB\n")
