@@ -50,6 +50,7 @@ from shm_store.errors import (
     CoordinatorLost,
     PlatformUnsupported,
     WeightCacheError,
+    listed,
 )
 from shm_store.report import size_text
 
@@ -284,11 +285,16 @@ class _Group:
             self._loop.cancel(worker.name)
             if worker.child is None and worker.state == "restarting":
                 worker.state = "ended"
-        self._loop.alarm("workers end", self._plan.grace_s, self._kill_workers)
+        self._loop.alarm("workers end", self._plan.grace_s, self._grace_is_over)
         self._workers.send(number)
         self._publish()
         if self._workers.over():
             self._no_worker_left()
+
+    def _grace_is_over(self) -> None:
+        names = listed([f"{worker.name} (pid {worker.pid})" for worker in self._workers.running()])
+        say(f"not ended within {self._plan.grace_s:g} s, so killed: {names}")
+        self._kill_workers()
 
     def _kill_workers(self) -> None:
         self._workers.send(signal.SIGKILL)
@@ -334,7 +340,7 @@ class _Group:
         self._loop.forget(front_fd)
         say(f"the process that was launched (pid {self._launched}) is gone, so its group ends")
         if not self._asked:
-            self._heard(signal.SIGTERM)
+            self._asked_to_end(signal.SIGTERM)
 
     def _heard_signals(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(4096):
@@ -348,6 +354,14 @@ class _Group:
         if number not in ENDING:
             self._workers.send(number)
             return
+        name = signal.Signals(number).name.removeprefix("SIG")
+        if self._asked:
+            say(f"{name} again: what is waited for is killed")
+        elif not self._ending:
+            say(f"{name}: the group ends")
+        self._asked_to_end(number)
+
+    def _asked_to_end(self, number: int) -> None:
         self._asked += 1
         if self._asked > 1 or not self._workers.running():
             self._set_code(128 + number)

@@ -47,6 +47,7 @@ while True:
     assert (code, lines) == (-signal.SIGKILL, ["left in order"] * 2)
     assert f"the process that was launched (pid {launched.process.pid}) is gone" in err
     assert "ended (" not in err  # nothing failed
+    assert "TERM" not in err  # nobody sent one
 
 
 def test_a_front_killed_while_the_group_ends_changes_nothing(launch):
