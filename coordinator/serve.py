@@ -89,14 +89,16 @@ async def _serve(
         ready()
     _tell(notify.ready)
     await server.stopped
-    _tell(notify.stopping)
+    _tell(notify.stopping, gone=logging.DEBUG)  # a supervisor was killed, and its front says so
     await server.close()
 
 
-def _tell(what: Callable[[], bool]) -> None:
-    """Tell the manager, if there is one that listens."""
+def _tell(what: Callable[[], bool], *, gone: int = logging.WARNING) -> None:
+    """Tell the manager, if there is one that listens; `gone` is how loud it is if none does."""
     try:
         what()
+    except notify.ManagerGone as error:
+        log.log(gone, "%s", error)
     except notify.StoreLost as error:
         log.warning("%s", error)
 

@@ -103,6 +103,27 @@ say("started", start(), start(process_group=0), start(start_new_session=True))
         assert all_end(session)
 
 
+def test_of_a_killed_supervisor_only_the_front_speaks(launch):
+    """The coordinator finds nobody to tell what it would say, which is nothing for people."""
+    launched = launch(
+        worker=f"""
+from tests.mapper import _Commands
+worker = _Commands(os.environ["WEIGHT_CACHE_SOCKET"])
+worker.publish("held", "100000")
+{HELLO}
+{WAITS}
+"""
+    )
+    launched.up(1)
+    supervisor, pidfds = launched.supervisor, watch(launched.coordinator)
+    os.kill(supervisor, signal.SIGKILL)
+    _, _, err = launched.end(*pidfds)
+    _, *rest = err.splitlines()  # the first: that it is ready
+    assert rest == [
+        f"weight-cache: the supervisor (pid {supervisor}) ended (by SIGKILL), so its group ends"
+    ]
+
+
 def test_killing_both_at_once_leaves_neither_worker_nor_coordinator(launch):
     launched = launch("--workers", "2", worker=f"{STUBBORN}; {HELLO}; {WAITS}")
     workers = launched.up(2)
