@@ -72,7 +72,7 @@ def launch(plan: Plan) -> int:
     if not hasattr(os, "pidfd_open"):
         raise PlatformUnsupported("this system has no pidfd_open")
     if shutil.which(plan.command[0]) is None:
-        raise ArgumentRefused(f"{plan.command[0]!r} is no command that can be run")
+        raise _no_command(plan.command[0])
     if plan.limits is not None:
         read_limits(plan.limits)  # before anything is started; read again where it counts
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -80,6 +80,25 @@ def launch(plan: Plan) -> int:
             signal.signal(signal.SIGHUP, lambda *_: None)
     with _private_folder() as folder:
         return front.run(partial(_supervise, plan, folder), FORWARDED, plan.grace_s)
+
+
+def _no_command(name: str) -> ArgumentRefused:
+    """Return why `name` is none that can be run, and what to do."""
+    if not os.path.dirname(name):
+        why = "it is not found on PATH"
+        remedy = "see `echo $PATH`, or give its path"
+        if os.path.isfile(name):
+            remedy = f"for the file in this folder write ./{name}"
+    elif os.path.isdir(name):
+        why, remedy = "it is a folder", "give the path of a program in it"
+    elif os.path.exists(name):
+        why = "it is not executable"
+        remedy = "`chmod +x` it, or name what runs it first, as in `-- python app.py`"
+    else:
+        why, remedy = "it is not found", "paths that are relative begin in the current folder"
+        if os.path.isabs(name):
+            remedy = "see whether the path is right"
+    return ArgumentRefused(f"{name!r} is no command that can be run: {why}", remedy=remedy)
 
 
 def _supervise(plan: Plan, folder: str, front_fd: int) -> int:

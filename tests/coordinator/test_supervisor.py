@@ -324,17 +324,34 @@ def test_a_command_that_cannot_be_started_is_the_callers_fault(tmp_path):
     done = run_launch(tmp_path, "no-such-command")
     assert (done.returncode, done.stderr) == (
         2,
-        "weight-cache: 'no-such-command' is no command that can be run\n",
+        "weight-cache: 'no-such-command' is no command that can be run: it is not found on PATH "
+        "(see `echo $PATH`, or give its path)\n",
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("README.md", "it is not found on PATH (for the file in this folder write ./README.md)"),
+        ("./README.md", "it is not executable (`chmod +x` it, or name what runs it first"),
+        ("./none", "it is not found (paths that are relative begin in the current folder)"),
+        ("/no/such/command", "it is not found (see whether the path is right)"),
+        ("./tests", "it is a folder (give the path of a program in it)"),
+    ],
+)
+def test_why_it_is_no_command_is_said_and_what_to_do(tmp_path, name, why):
+    done = run_launch(tmp_path, name)
+    assert done.returncode == 2
+    assert f"{name!r} is no command that can be run: {why}" in done.stderr
+
+
 NO_COMMANDS = {
-    "a folder": (lambda path: path.mkdir(), "is no command that can be run"),
+    "a folder": (lambda path: path.mkdir(), "is no command that can be run: it is a folder"),
     "not executable": (
         lambda path: path.write_text("#!/bin/sh\n"),
-        "is no command that can be run",
+        "is no command that can be run: it is not executable",
     ),
-    "not there": (lambda path: None, "is no command that can be run"),
+    "not there": (lambda path: None, "is no command that can be run: it is not found"),
     "no program": (lambda path: path.write_text("no program"), "cannot be started: Exec format"),
     "an interpreter that is a folder": (
         lambda path: path.write_text("#!/tmp\n"),
