@@ -400,7 +400,10 @@ def limit(
     size: Annotated[str, typer.Argument(metavar="SIZE", help="Its limit, such as 20GiB.")],
     socket: Socket = None,
 ) -> None:
-    """Change the limit of a pool, until the coordinator ends.
+    """Change the limit of a pool.
+
+    It counts until the coordinator ends. Where `launch` or systemd starts the next one after a
+    crash, it is kept for that one.
 
     Nothing in use is taken away: what is above the limit goes when it is idle, and until then
     nothing more is let in.
@@ -413,7 +416,9 @@ def limit(
         operator.limit(pool, limit_bytes)
         operator.flush()
         (changed,) = (found for found in operator.status().pools if found.name == pool)
-    print(f"{pool}: {size_text(changed.in_use_bytes)} charged of {size_text(limit_bytes)}")
+    above = changed.in_use_bytes > limit_bytes
+    note = "; above the limit: goes when it is idle" if above else ""
+    print(f"{pool}: {size_text(changed.in_use_bytes)} charged of {size_text(limit_bytes)}{note}")
 
 
 @app.command(cls=PlainCommand)

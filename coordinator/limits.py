@@ -6,9 +6,13 @@ One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` beg
 from __future__ import annotations
 
 from coordinator.memory import parse_size
-from shm_store.errors import ArgumentRefused
+from shm_store.errors import ArgumentRefused, listed
 
 FILE_LIMIT_BYTES = 64 * 1024
+
+RAM = "ram"
+POOLS = (RAM,)
+"""Those that every coordinator has; there are no others."""
 
 
 def read_limits(path: str) -> dict[str, int]:
@@ -34,6 +38,11 @@ def read_limits(path: str) -> dict[str, int]:
             pool, size = words[0], " ".join(words[1:])
             if not size:
                 raise ArgumentRefused(f"{pool!r} has no size", remedy="write a pool and its size")
+            if pool not in POOLS:
+                there_are = listed([repr(name) for name in POOLS])
+                raise ArgumentRefused(
+                    f"there is no pool {pool!r}", remedy=f"those there are: {there_are}"
+                )
             if pool in limits:
                 raise ArgumentRefused(f"{pool!r} has a limit already")
             limits[pool] = parse_size(size)

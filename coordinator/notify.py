@@ -66,6 +66,12 @@ class StoreLost(ResourceError):
     default_remedy = "see whether the process that started this coordinator is alive"
 
 
+class ManagerGone(StoreLost):
+    """Nobody has its socket any more. A supervisor that was killed; the front says so."""
+
+    code = "manager_gone"
+
+
 # --- saying -------------------------------------------------------------------------------------
 
 
@@ -190,7 +196,8 @@ def _send(text: str, fds: Sequence[int] = (), timeout_s: float = TIMEOUT_S) -> b
     except OSError as error:
         if error.errno == errno.EBADF:
             raise  # our own mistake: one of these fds is closed
-        raise StoreLost(f"the manager cannot be told on {path}: {error.strerror}") from error
+        kind = ManagerGone if error.errno in (errno.ECONNREFUSED, errno.ENOENT) else StoreLost
+        raise kind(f"the manager cannot be told on {path}: {error.strerror}") from error
     return True
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from coordinator import notify
 from coordinator.config import Config
 from coordinator.fd_limit import raise_fd_limit
+from coordinator.limits import RAM
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.server import Server
 from shm_store import channel
@@ -82,19 +83,22 @@ async def _serve(
     path = config.socket
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.exit)
-    print(f"weight-cache: ready on {path} (ram budget {size_text(limit)})", flush=True)
+    ram = server.ledger.pools[RAM].limit_bytes  # one that was set before may have come back
+    print(f"weight-cache: ready on {path} (ram budget {size_text(ram)})", flush=True)
     if ready is not None:
         ready()
     _tell(notify.ready)
     await server.stopped
-    _tell(notify.stopping)
+    _tell(notify.stopping, gone=logging.DEBUG)  # a supervisor was killed, and its front says so
     await server.close()
 
 
-def _tell(what: Callable[[], bool]) -> None:
-    """Tell the manager, if there is one that listens."""
+def _tell(what: Callable[[], bool], *, gone: int = logging.WARNING) -> None:
+    """Tell the manager, if there is one that listens; `gone` is how loud it is if none does."""
     try:
         what()
+    except notify.ManagerGone as error:
+        log.log(gone, "%s", error)
     except notify.StoreLost as error:
         log.warning("%s", error)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from coordinator import notify
 from coordinator.ledger.events import Offer
-from coordinator.notify import StoreLost
+from coordinator.notify import ManagerGone, StoreLost
 from coordinator.segment_table import offer_of
 from shm_store import segment
 from shm_store.channel import close_all
@@ -150,9 +150,8 @@ class Store:
             return
         if fd is None and self._unsay(name):
             return
-        if self._unsaid or not self._tell(name, fd):
+        if self._unsaid or not self._tell(name, fd, first=True):
             if not self._unsaid:
-                log.warning("what started this coordinator does not read what it is to store")
                 self._loop.call_later(RETRY_S, self._tell_the_rest)
             self._unsaid.append((name, None if fd is None else os.dup(fd)))
 
@@ -168,13 +167,23 @@ class Store:
                 return True
         return False
 
-    def _tell(self, name: str, fd: int | None) -> bool:
+    def _tell(self, name: str, fd: int | None, *, first: bool = False) -> bool:
+        """Return whether it could be told; if not, the log says so the first time.
+
+        One that is gone has been killed, and this coordinator ends with it: whoever is left of the
+        group has said so, in words for people.
+        """
         try:
             if fd is None:
                 notify.remove(name, 0.0)
             else:
                 notify.store(name, [fd], 0.0)
+        except ManagerGone as error:
+            log.debug("%s", error)
+            return False
         except StoreLost:
+            if first:
+                log.warning("what started this coordinator does not read what it is to store")
             return False
         return True
 

@@ -36,7 +36,7 @@ from coordinator.coordinator_host import CoordinatorHost
 from coordinator.display import say, show_error
 from coordinator.fd_limit import raise_fd_limit
 from coordinator.group_file import GroupFile, GroupReport, MemberReport
-from coordinator.limits import read_limits
+from coordinator.limits import RAM, read_limits
 from coordinator.loop import Loop, wakeups
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.output import Outlet, OutletText
@@ -50,13 +50,13 @@ from shm_store.errors import (
     CoordinatorLost,
     PlatformUnsupported,
     WeightCacheError,
+    listed,
 )
+from shm_store.report import size_text
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """What asks the group to end."""
 FORWARDED = (*ENDING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-RAM = "ram"
 
 
 def launch(plan: Plan) -> int:
@@ -72,11 +72,33 @@ def launch(plan: Plan) -> int:
     if not hasattr(os, "pidfd_open"):
         raise PlatformUnsupported("this system has no pidfd_open")
     if shutil.which(plan.command[0]) is None:
-        raise ArgumentRefused(f"{plan.command[0]!r} is no command that can be run")
+        raise _no_command(plan.command[0])
     if plan.limits is not None:
         read_limits(plan.limits)  # before anything is started; read again where it counts
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            # As under nohup. Here it is no terminal's hangup, and whoever sends it means it.
+            signal.signal(signal.SIGHUP, lambda *_: None)
     with _private_folder() as folder:
         return front.run(partial(_supervise, plan, folder), FORWARDED, plan.grace_s)
+
+
+def _no_command(name: str) -> ArgumentRefused:
+    """Return why `name` is none that can be run, and what to do."""
+    if not os.path.dirname(name):
+        why = "it is not found on PATH"
+        remedy = "see `echo $PATH`, or give its path"
+        if os.path.isfile(name):
+            remedy = f"for the file in this folder write ./{name}"
+    elif os.path.isdir(name):
+        why, remedy = "it is a folder", "give the path of a program in it"
+    elif os.path.exists(name):
+        why = "it is not executable"
+        remedy = "`chmod +x` it, or name what runs it first, as in `-- python app.py`"
+    else:
+        why, remedy = "it is not found", "paths that are relative begin in the current folder"
+        if os.path.isabs(name):
+            remedy = "see whether the path is right"
+    return ArgumentRefused(f"{name!r} is no command that can be run: {why}", remedy=remedy)
 
 
 def _supervise(plan: Plan, folder: str, front_fd: int) -> int:
@@ -102,6 +124,8 @@ class _Group:
         self._signals = signals
         self._launched = os.getppid()
         self._limits = {} if plan.limits is None else read_limits(plan.limits)
+        self._unsent: dict[str, int] = {}
+        """Limits that were read while no coordinator could be told."""
         self._loop = Loop()
         # The limit of open files as it was is for the workers: `select` cannot count far.
         self._fds_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -160,9 +184,7 @@ class _Group:
         self._publish()
 
     def coordinator_ready(self) -> None:
-        for pool, limit_bytes in self._limits.items():
-            if pool != RAM:
-                self._coordinator.limit(pool, limit_bytes, _complain)
+        self._send_limits()
         self._publish()
         for worker in self._workers.all:
             if worker.due and not self._ending:
@@ -282,11 +304,16 @@ class _Group:
             self._loop.cancel(worker.name)
             if worker.child is None and worker.state == "restarting":
                 worker.state = "ended"
-        self._loop.alarm("workers end", self._plan.grace_s, self._kill_workers)
+        self._loop.alarm("workers end", self._plan.grace_s, self._grace_is_over)
         self._workers.send(number)
         self._publish()
         if self._workers.over():
             self._no_worker_left()
+
+    def _grace_is_over(self) -> None:
+        names = listed([f"{worker.name} (pid {worker.pid})" for worker in self._workers.running()])
+        say(f"not ended within {self._plan.grace_s:g} s, so killed: {names}")
+        self._kill_workers()
 
     def _kill_workers(self) -> None:
         self._workers.send(signal.SIGKILL)
@@ -332,7 +359,7 @@ class _Group:
         self._loop.forget(front_fd)
         say(f"the process that was launched (pid {self._launched}) is gone, so its group ends")
         if not self._asked:
-            self._heard(signal.SIGTERM)
+            self._asked_to_end(signal.SIGTERM)
 
     def _heard_signals(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(4096):
@@ -346,6 +373,14 @@ class _Group:
         if number not in ENDING:
             self._workers.send(number)
             return
+        name = signal.Signals(number).name.removeprefix("SIG")
+        if self._asked:
+            say(f"{name} again: what is waited for is killed")
+        elif not self._ending:
+            say(f"{name}: the group ends")
+        self._asked_to_end(number)
+
+    def _asked_to_end(self, number: int) -> None:
         self._asked += 1
         if self._asked > 1 or not self._workers.running():
             self._set_code(128 + number)
@@ -357,17 +392,28 @@ class _Group:
             self._coordinator.kill()
 
     def _reload(self, path: str) -> None:
-        """Read the limits anew. If they cannot be read, or one is refused, the old one stays."""
+        """Read the limits anew. If they cannot be read, or one is refused, the old one stays.
+
+        What is read while there is no coordinator is for the next: to it, what was stored by the
+        one before would count more than the budget that it is started with.
+        """
         try:
             limits = read_limits(path)
         except ArgumentRefused as error:
+            error.message += "; nothing was changed"
             show_error(error)
             return
         self._limits.update(limits)
-        say(f"read the limits in {path}: {', '.join(limits) or 'none'}")
+        self._unsent.update(limits)
+        sizes = [f"{pool} {size_text(limit_bytes)}" for pool, limit_bytes in limits.items()]
+        say(f"read the limits in {path}: {', '.join(sizes) or 'none'}")
         if self._coordinator.ready:
-            for pool, limit_bytes in limits.items():
-                self._coordinator.limit(pool, limit_bytes, _complain)
+            self._send_limits()
+
+    def _send_limits(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for pool, limit_bytes in unsent.items():
+            self._coordinator.limit(pool, limit_bytes, _complain)
 
     def _publish(self) -> None:
         """Say in the group's file who is in it, once the socket is surely ours."""

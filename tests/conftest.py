@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.processes import Coordinator, Peer
+
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    # As under nohup: what tests start would inherit it. A handler that does nothing they do not,
+    # and these tests still outlive their terminal.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -77,6 +77,11 @@ class Launched:
                 return line.rstrip("\n")
         raise AssertionError(heard)
 
+    def next_line(self) -> str:
+        """The next line of standard error."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline().rstrip("\n")
+
     def up(self, count: int) -> dict[int, int]:
         """Wait until `count` workers are up; return rank to pid."""
         found = {}

@@ -135,7 +135,8 @@ def test_a_lowered_limit_frees_what_is_idle_and_leaves_what_is_held(
     (size_bytes,) = {generation.size_bytes for generation in peer.status().generations}
 
     shown = run_here("limit", "ram", "64KiB", socket=coordinator.socket)
-    assert shown == (0, f"ram: {size_text(size_bytes)} charged of 64.0 KiB\n", "")
+    above = "; above the limit: goes when it is idle"
+    assert shown == (0, f"ram: {size_text(size_bytes)} charged of 64.0 KiB{above}\n", "")
     assert [generation.key for generation in peer.status().generations] == ["held"]
     assert coordinator.segment_blocks() == size_bytes > 64 * 1024
     peer.send(release)

@@ -47,6 +47,7 @@ while True:
     assert (code, lines) == (-signal.SIGKILL, ["left in order"] * 2)
     assert f"the process that was launched (pid {launched.process.pid}) is gone" in err
     assert "ended (" not in err  # nothing failed
+    assert "TERM" not in err  # nobody sent one
 
 
 def test_a_front_killed_while_the_group_ends_changes_nothing(launch):
@@ -100,6 +101,27 @@ say("started", start(), start(process_group=0), start(start_new_session=True))
     finally:
         signal.pidfd_send_signal(session, signal.SIGKILL)
         assert all_end(session)
+
+
+def test_of_a_killed_supervisor_only_the_front_speaks(launch):
+    """The coordinator finds nobody to tell what it would say, which is nothing for people."""
+    launched = launch(
+        worker=f"""
+from tests.mapper import _Commands
+worker = _Commands(os.environ["WEIGHT_CACHE_SOCKET"])
+worker.publish("held", "100000")
+{HELLO}
+{WAITS}
+"""
+    )
+    launched.up(1)
+    supervisor, pidfds = launched.supervisor, watch(launched.coordinator)
+    os.kill(supervisor, signal.SIGKILL)
+    _, _, err = launched.end(*pidfds)
+    _, *rest = err.splitlines()  # the first: that it is ready
+    assert rest == [
+        f"weight-cache: the supervisor (pid {supervisor}) ended (by SIGKILL), so its group ends"
+    ]
 
 
 def test_killing_both_at_once_leaves_neither_worker_nor_coordinator(launch):

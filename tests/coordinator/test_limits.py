@@ -21,8 +21,10 @@ def file(tmp_path):
 
 
 def test_a_line_is_a_pool_and_its_size(file):
-    file.write_text("# the box has 64 GiB\n\nram 20GiB   # half of it is not ours\nvram:0 512 MB\n")
-    assert read_limits(str(file)) == {"ram": 20 << 30, "vram:0": 512_000_000}
+    file.write_text("# the box has 64 GiB\n\nram 512 MB   # half of it is not ours\n")
+    assert read_limits(str(file)) == {"ram": 512_000_000}
+    file.write_text("# nothing yet\n")
+    assert read_limits(str(file)) == {}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,7 @@ def test_a_line_is_a_pool_and_its_size(file):
         (b"ram\n", "line 1: 'ram' has no size"),
         (b"\nram 20G\n", "line 2: '20G' is no size"),
         (b"ram 1GiB\nram 2GiB\n", "line 2: 'ram' has a limit already"),
+        (b"ram 1GiB\nrum 1GiB\n", "line 2: there is no pool 'rum' (those there are: 'ram')"),
         (b"ram 0\n", "line 1: a size of '0' is out of range"),
         (b"\xff\n", "it is not text"),
         (b"#" * (FILE_LIMIT_BYTES + 1), "longer than a file of limits ever is"),
@@ -65,21 +68,23 @@ def test_hup_has_the_limits_read_again_and_the_next_coordinator_keeps_them(launc
     assert limit_bytes(launched) == 5 << 20
     file.write_text("ram 7MiB\n")
     launched.send(signal.SIGHUP)
-    launched.said(f"read the limits in {file}: ram")
+    assert launched.said("read the limits").endswith(f"read the limits in {file}: ram 7.0 MiB")
     while limit_bytes(launched) != 7 << 20:
         pass  # it was asked for, and nobody waits for the answer
 
-    file.write_text("ram 9GB?\n")
-    launched.send(signal.SIGHUP)
-    assert "line 1: '9GB?' is no size" in launched.said("line 1")
-    assert limit_bytes(launched) == 7 << 20
+    for text, why in (
+        ("ram 9GB?", "'9GB?' is no size"),
+        ("ram 9GiB\nrum 1GiB", "there is no pool 'rum'"),
+    ):
+        file.write_text(f"# wrong\n{text}\n")
+        launched.send(signal.SIGHUP)
+        first = launched.next_line()  # and not that it was read
+        line = 1 + len(text.splitlines())
+        assert f"{file}, line {line}: {why}; nothing was changed" in first
+        assert limit_bytes(launched) == 7 << 20
 
-    file.write_text("no-such-pool 1GiB\n")
-    launched.send(signal.SIGHUP)
-    launched.said("'no-such-pool'")
     os.kill(launched.coordinator, signal.SIGKILL)
     launched.said("ready on")
-    launched.said("'no-such-pool'")  # said to each coordinator: another one may know it
     assert limit_bytes(launched) == 7 << 20
     assert [member.pid for member in launched.group.members[1:]] == [worker]  # HUP was not for it
     launched.send(signal.SIGUSR1)
@@ -88,23 +93,64 @@ def test_hup_has_the_limits_read_again_and_the_next_coordinator_keeps_them(launc
 
 @pytest.mark.process
 def test_hup_while_there_is_no_coordinator_is_for_the_next_one(launch, file):
+    """Also where another limit was stored with the supervisor, which the next one finds."""
     file.write_text("ram 5MiB\n")
     launched = launch("--limits", str(file), worker=f"{ENDS}; {HELLO}; {WAITS}")
     launched.up(1)
+    with Operator.connect(launched.socket(), "test") as operator:
+        operator.limit("ram", 8 << 20)
     os.kill(launched.coordinator, signal.SIGKILL)
     launched.said("it is started again")
     file.write_text("ram 6MiB\n")
     launched.send(signal.SIGHUP)
     launched.said("read the limits")
     launched.said("ready on")
-    assert limit_bytes(launched) == 6 << 20
+    while limit_bytes(launched) != 6 << 20:
+        pass  # it is told once it is ready, and nobody waits for the answer
     launched.send(signal.SIGUSR1)
     assert launched.end()[0] == 0
 
 
 @pytest.mark.process
-def test_limits_that_cannot_be_read_at_the_start_start_nothing(launch, file):
+def test_the_ready_line_has_the_limit_that_counts(launch):
+    """Not the budget that this coordinator was started with, where another limit came back."""
+    launched = launch("--ram-budget", "1MiB", worker=f"{ENDS}; {HELLO}; {WAITS}")
+    launched.up(1)
+    assert launched.said("ready on").endswith("(ram budget 1.0 MiB)")
+    with Operator.connect(launched.socket(), "test") as operator:
+        operator.limit("ram", 8 << 20)
+    os.kill(launched.coordinator, signal.SIGKILL)
+    assert launched.said("ready on").endswith("(ram budget 8.0 MiB)")
+    assert limit_bytes(launched) == 8 << 20
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
+def test_hup_counts_also_where_it_was_ignored(launch, file):
+    """As under nohup: without --limits it stays ignored, with it somebody asks for something."""
+    file.write_text("ram 5MiB\n")
+    launched = launch(
+        "--limits",
+        str(file),
+        worker=f"{ENDS}; {HELLO}; {WAITS}",
+        ignored=int(signal.SIGHUP),
+    )
+    launched.up(1)
+    file.write_text("ram 7MiB\n")
+    launched.send(signal.SIGHUP)
+    launched.said(f"read the limits in {file}: ram 7.0 MiB")
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", [None, "ram 1GiB\nrum 1GiB\n"], ids=["not there", "no such pool"])
+def test_limits_that_cannot_be_read_at_the_start_start_nothing(launch, file, text):
+    if text is not None:
+        file.write_text(text)
     launched = launch("--limits", str(file), worker=HELLO)
     code, lines, err = launched.end()
     assert (code, lines) == (2, [])
-    assert len(err.splitlines()) == 1
+    (line,) = err.splitlines()
+    assert (f"{file}, line 2: there is no pool 'rum'" if text else "No such file") in line

@@ -17,7 +17,7 @@ import pytest
 
 from coordinator import notify
 from coordinator.fd_store import NOTICE_LIMIT_BYTES, FdStore, Notice, NoticeRefused
-from coordinator.notify import StoreLost, StoreRefused
+from coordinator.notify import ManagerGone, StoreLost, StoreRefused
 from coordinator.notify_socket import WRONG_LIMIT, Datagram, NotifySocket
 from tests.coordinator.test_fd_store import is_open, memfd
 from tests.processes import ROOT, WAIT_S
@@ -164,10 +164,10 @@ def test_the_managers_limit_is_known_where_it_says_so(monkeypatch, text, limit):
 
 def test_a_manager_that_is_gone_is_named(manager):
     manager.socket.close()
-    with pytest.raises(StoreLost, match=r"cannot be told on .*n\.sock: Connection refused"):
+    with pytest.raises(ManagerGone, match=r"cannot be told on .*n\.sock: Connection refused"):
         notify.ready()
     os.unlink(manager.socket.path)
-    with pytest.raises(StoreLost, match="No such file"):
+    with pytest.raises(ManagerGone, match="No such file"):
         notify.store("a", [0])
 
 
@@ -179,8 +179,9 @@ def test_a_manager_that_does_not_read_costs_the_time_given_and_no_more(manager):
         while True:
             notify.remove("a", 0.05)
 
-    with pytest.raises(StoreLost, match=r"has not read anything for 0\.05 s"):
+    with pytest.raises(StoreLost, match=r"has not read anything for 0\.05 s") as caught:
         fill_its_queue()
+    assert not isinstance(caught.value, ManagerGone)
 
 
 def test_a_closed_fd_is_our_own_mistake(manager):

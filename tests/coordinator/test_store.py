@@ -50,6 +50,28 @@ def held(name: str) -> int:
     return sum(f"memfd:{name}" in target for target in fds_of(os.getpid()).values())
 
 
+def test_one_that_is_busy_is_named_once_and_one_that_is_gone_is_not(manager, caplog):
+    """What is gone was killed, and who has seen it says so in words for people."""
+
+    async def main() -> None:
+        store = Store(asyncio.get_running_loop())
+        fd = os.memfd_create("asked")
+        number = 0
+        while held("asked") < 3:  # until the manager takes no more, and two wait
+            number += 1
+            store.keep_segment(f"1-{number}", fd)
+        (said,) = caplog.messages
+        assert "does not read what it is to store" in said
+        caplog.clear()
+        manager.close()
+        Store(asyncio.get_running_loop()).keep_segment("1-1", fd)
+        os.close(fd)
+
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    assert caplog.messages == []
+
+
 def test_what_is_gone_before_it_could_be_stored_is_held_by_nobody(manager):
     """Its fd waits to be told; once the segment is freed, it alone would keep the memory."""
 

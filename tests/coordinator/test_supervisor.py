@@ -153,7 +153,17 @@ while True:
     )
     workers = launched.up(2)
     os.kill(workers[0], signal.SIGUSR1)
-    assert launched.end()[0] == 4
+    code, _, err = launched.end()
+    assert code == 4
+    assert f"not ended within 0.3 s, so killed: worker 1 (pid {workers[1]})\n" in err
+
+
+def test_a_worker_that_was_killed_after_the_grace_gives_137(launch):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    launched = launch("--grace", "0.3", worker=f"{stubborn}; {HELLO}; {WAITS}")
+    launched.up(1)
+    launched.send(signal.SIGTERM)
+    assert launched.end()[0] == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked to end", "by itself"])
@@ -198,8 +208,10 @@ while True:
         launched.send(getattr(signal, name))
         assert [launched.line(), launched.line()] == [f"got {name}"] * 2
     launched.send(signal.SIGTERM)
-    code, lines, _ = launched.end()
+    code, lines, err = launched.end()
     assert (code, lines) == (0, ["got SIGTERM"] * 2)
+    _, *rest = err.splitlines()  # the first: that it is ready
+    assert rest == ["weight-cache: TERM: the group ends"]
 
 
 def test_an_interrupt_ends_the_group_once(launch):
@@ -218,7 +230,9 @@ except KeyboardInterrupt:
     )
     launched.up(2)
     launched.send(signal.SIGINT)
-    assert launched.end()[0] == 130
+    code, _, err = launched.end()
+    assert code == 130
+    assert "weight-cache: INT: the group ends\n" in err
 
 
 def test_a_second_request_to_end_kills(launch):
@@ -238,8 +252,11 @@ while True:
     launched.send(signal.SIGTERM)
     assert [launched.line(), launched.line()] == ["still here"] * 2
     launched.send(signal.SIGTERM)
-    code, lines, _ = launched.end()
+    code, lines, err = launched.end()
     assert (code, lines) == (128 + signal.SIGTERM, [])
+    assert err.endswith(
+        "TERM: the group ends\nweight-cache: TERM again: what is waited for is killed\n"
+    )
 
 
 def test_what_was_ignored_stays_ignored(launch):
@@ -307,17 +324,34 @@ def test_a_command_that_cannot_be_started_is_the_callers_fault(tmp_path):
     done = run_launch(tmp_path, "no-such-command")
     assert (done.returncode, done.stderr) == (
         2,
-        "weight-cache: 'no-such-command' is no command that can be run\n",
+        "weight-cache: 'no-such-command' is no command that can be run: it is not found on PATH "
+        "(see `echo $PATH`, or give its path)\n",
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("README.md", "it is not found on PATH (for the file in this folder write ./README.md)"),
+        ("./README.md", "it is not executable (`chmod +x` it, or name what runs it first"),
+        ("./none", "it is not found (paths that are relative begin in the current folder)"),
+        ("/no/such/command", "it is not found (see whether the path is right)"),
+        ("./tests", "it is a folder (give the path of a program in it)"),
+    ],
+)
+def test_why_it_is_no_command_is_said_and_what_to_do(tmp_path, name, why):
+    done = run_launch(tmp_path, name)
+    assert done.returncode == 2
+    assert f"{name!r} is no command that can be run: {why}" in done.stderr
+
+
 NO_COMMANDS = {
-    "a folder": (lambda path: path.mkdir(), "is no command that can be run"),
+    "a folder": (lambda path: path.mkdir(), "is no command that can be run: it is a folder"),
     "not executable": (
         lambda path: path.write_text("#!/bin/sh\n"),
-        "is no command that can be run",
+        "is no command that can be run: it is not executable",
     ),
-    "not there": (lambda path: None, "is no command that can be run"),
+    "not there": (lambda path: None, "is no command that can be run: it is not found"),
     "no program": (lambda path: path.write_text("no program"), "cannot be started: Exec format"),
     "an interpreter that is a folder": (
         lambda path: path.write_text("#!/tmp\n"),
@@ -375,3 +409,17 @@ def test_what_an_outsider_holds_delays_the_end_by_the_grace_and_is_named(launch,
     assert code == 4
     assert re.search(r"1 generation is still held", err)
     assert f"pid {os.getpid()} (" in err
+
+
+def test_the_code_of_a_worker_counts_before_that_of_what_is_still_held(launch, tmp_path):
+    """Which is named all the same."""
+    weights = write_safetensors(tmp_path / "w", {"w": ("U8", [5000], bytes(5000))})
+    launched = launch("--grace", "0.3", worker=f"{HELLO}; {WAITS}")
+    launched.up(1)
+    outsider = Peer(launched.socket())
+    assert isinstance(outsider.load("mine", weights), Grant)
+    os.close(*outsider.fds)
+    launched.send(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 128 + signal.SIGTERM
+    assert "1 generation is still held" in err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from coordinator.cli import read_serve
 from coordinator.commands import app
 from coordinator.fd_store import FDS_LIMIT
+from coordinator.process_host import exit_code
 from coordinator.roster import Rule
 from shm_store.errors import ArgumentRefused, CoordinatorRunning, PlatformUnsupported
 from shm_store.paths import default_socket_path
@@ -20,14 +23,24 @@ from tests.processes import ROOT
 
 UNIT = ROOT / "packaging" / "systemd" / "weight-cache.service"
 COMMAND = "%h/.local/bin/weight-cache"
+EXAMPLES = [
+    block
+    for block in re.findall(r"^```\n(.*?)^```$", (ROOT / "docs/launch.md").read_text(), re.M | re.S)
+    if "[Service]" in block
+]
+"""Of the documentation: an edit of the unit, and a group."""
+
+
+def read(text: str) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None, comment_prefixes="#", strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
 
 
 @pytest.fixture(scope="module")
 def unit() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser(interpolation=None, comment_prefixes="#", strict=True)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNIT)
-    return parser
+    return read(UNIT.read_text())
 
 
 def seconds(text: str) -> float:
@@ -79,15 +92,30 @@ def test_it_starts_what_there_is_where_workers_look(unit, monkeypatch, tmp_path)
     assert unit["Install"]["WantedBy"] == "default.target"
 
 
+def test_the_group_of_the_documentation_ends_in_order():
+    """Its end takes three times the grace, and a TERM that workers do not handle is no failure."""
+    _, group = EXAMPLES
+    service = read(group)["Service"]
+    options = shlex.split(service["ExecStart"])
+    grace_s = float(options[options.index("--grace") + 1])
+    assert seconds(service["TimeoutStopSec"]) > 3 * grace_s
+    assert int(service["SuccessExitStatus"]) == exit_code(-signal.SIGTERM)
+    assert service["KillMode"] == "mixed"
+
+
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
-def test_systemd_itself_takes_every_line(tmp_path):
+@pytest.mark.parametrize("what", ["the unit", "with the edit", "a group"])
+def test_systemd_itself_takes_every_line(tmp_path, what):
     """What it does not know it only warns of, and then goes without."""
-    installed = tmp_path / ".local" / "bin" / "weight-cache"
-    installed.parent.mkdir(parents=True)
-    shutil.copy("/bin/true", installed)
+    edit, group = EXAMPLES
+    text = {"the unit": UNIT.read_text(), "with the edit": UNIT.read_text() + edit}.get(what, group)
+    for folder in (".local", "venv"):
+        installed = tmp_path / folder / "bin" / "weight-cache"
+        installed.parent.mkdir(parents=True)
+        shutil.copy("/bin/true", installed)
     copy = tmp_path / "weight-cache.service"
-    copy.write_text(UNIT.read_text().replace("%h", str(tmp_path)))
+    copy.write_text(text.replace("%h", str(tmp_path)))
     done = subprocess.run(
         ["systemd-analyze", "--user", "--man=no", "verify", str(copy)],
         capture_output=True,
