@@ -166,12 +166,15 @@ def settle_invalidations(turn: Turn) -> None:
 
 
 def _handed_out(ledger: Ledger, gen: GenerationId) -> bool:
-    """Say whether some process may not know yet that this generation is retired."""
+    """Say whether some process may not know yet that this generation is retired.
+
+    Nobody is handed what is prefetched, and that may wait for room for ever.
+    """
     generation = ledger.generations.get(gen)
     if generation is None:
         return False
     heard = all(lease.answer == "kept" for lease in generation.leases.values())
-    return bool(generation.askers) or not heard
+    return any(not asker.prefetch for asker in generation.askers.values()) or not heard
 
 
 def limit(turn: Turn, session: SessionId, message: Limit) -> None:

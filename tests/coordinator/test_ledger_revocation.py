@@ -556,6 +556,16 @@ def test_an_audit_that_lies_charges_no_more_than_there_is():
     assert world.ram().in_use_bytes == 600
 
 
+def test_an_invalidate_waits_for_no_prefetch_which_may_wait_for_room_for_ever():
+    world = World()
+    world.attach(1, 2, 3)
+    world.have(1, "held", 900)
+    wants(world, 2, "fetched", 500, prefetch=True)
+    rid = world.rid(3)
+    world.say(3, Invalidate(rid, "fetched", 10.0))
+    assert answers_done(world, 3, rid) == [Done(rid, ("fetched",))]
+
+
 def test_prefetches_and_invalidations_are_bounded():
     world = World()
     world.attach(1, 2)
