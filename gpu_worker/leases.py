@@ -124,11 +124,6 @@ class Leases:
         self.keeper.go_on()
 
     @property
-    def kept(self) -> list[Mapping]:
-        """Every mapping that is not forgotten yet."""
-        return [] if self._mappings is None else self._mappings.kept
-
-    @property
     def any(self) -> bool:
         """Whether anything is leased, or still to be given back."""
         return bool(self._charges) or (self._mappings is not None and len(self._mappings) > 0)

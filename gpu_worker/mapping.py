@@ -28,8 +28,7 @@ tensors over a map are made in `tensors`.
     what another thread has put there since
     choice: nothing goes back to the kernel step by step: each step is replaced by a reservation,
     which may be done twice, and that goes as a whole. Its child does all of it again
-    cost: the child keeps addresses reserved, but no memory, if the fork fell into that last call.
-    What no mapping knows yet, or any more, `strays` ends
+    cost: the child keeps addresses reserved, but no memory, if the fork fell into that last call
 """
 
 from __future__ import annotations
@@ -194,11 +193,6 @@ class MappingTable:
     def held_up(self) -> bool:
         """Whether the calling thread is in a call here, which a GRANT would have to wait for."""
         return owned(self._lock)
-
-    @property
-    def kept(self) -> list[Mapping]:
-        """Those that are not forgotten yet."""
-        return list(self._there)
 
     def __len__(self) -> int:
         """Return how many mappings are not forgotten yet, with or without live tensors."""

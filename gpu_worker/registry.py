@@ -27,7 +27,6 @@ from gpu_worker.callbacks import report
 from gpu_worker.client import Client
 from gpu_worker.leases import Holder
 from gpu_worker.reentry import free_after_fork, owned
-from gpu_worker.strays import end_strays
 from shm_store.errors import ConnectionLost
 
 logger = logging.getLogger("gpu_worker")
@@ -147,8 +146,6 @@ def _after_fork() -> None:
         return
     for client in clients:
         _attempt(functools.partial(_take_over, client))
-    kept = [mapping for client in clients for mapping in client.leases.kept]
-    _attempt(functools.partial(end_strays, kept))
     for client in clients:
         _attempt(client.start_after_fork)
     late = [one for one in clients if not one.wait_attached(deadline_s - time.monotonic())]

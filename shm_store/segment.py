@@ -30,9 +30,6 @@ from shm_store.manifest import (
     encode_preamble,
 )
 
-NAME_PREFIX = "weight-cache:"
-"""Of every segment's name, as /proc shows it behind `/memfd:`."""
-
 # From <linux/fcntl.h>, spelled out so that importing works on systems without them.
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
@@ -55,7 +52,7 @@ def create(gen: GenerationId) -> int:
     """
     if not hasattr(os, "memfd_create"):
         raise PlatformUnsupported("this system has no memfd_create")
-    return os.memfd_create(f"{NAME_PREFIX}{gen}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return os.memfd_create(f"weight-cache:{gen}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def fix_size(fd: int) -> None:

@@ -36,14 +36,16 @@ def drawn(seed: int, chance: random.Random) -> World:
         tuple(_program(chance, keys) for _ in range(chance.randint(1, 3)))
         for _ in range(chance.randint(1, 6))
     )
-    names = sorted(FAULTS - {"crash", "impatient"})
+    names = sorted(FAULTS - {"crash", "impatient", "fork"})
     faults = {name: chance.randint(1, 3) for name in names if chance.random() < 0.4}
     slow = frozenset(job for job in ("back", "seal", "free", "load") if chance.random() < 0.7)
     sizes = {key: chance.randint(1, 11) * 10 for key in keys}
     if seed % 3:
         return World("drawn", programs, sizes, pools, slow, faults)
     more = random.Random(-seed)  # of its own, so that the other seeds stay what they were
-    faults |= {name: more.randint(1, 3) for name in ("crash", "impatient") if more.random() < 0.7}
+    faults |= {
+        name: more.randint(1, 3) for name in ("crash", "impatient", "fork") if more.random() < 0.7
+    }
     store = more.random() < 0.5
     return World("drawn", programs, sizes, pools, slow, faults, resumes=True, store=store)
 
