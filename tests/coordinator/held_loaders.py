@@ -20,6 +20,7 @@ from tests.processes import WAIT_S
 
 NEVER = "never"
 OUT_OF_MEMORY = b"out of memory"
+LITTLE_MEMORY = b"little memory"
 
 LOADER = r"""
 import os, resource, socket, sys
@@ -31,11 +32,11 @@ asking.send(str(os.getpid()).encode())
 stop = asking.recv(64).decode()
 copied = 0
 
-def no_memory():
+def no_memory(left_bytes):
     # Of the memory that it has, and what sendfile spares it.
     for line in open("/proc/self/status"):
         if line.startswith("VmSize:"):
-            resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) * 1024,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) * 1024 + left_bytes,) * 2)
     def sendfile(*arguments):
         raise OSError(22, "no sendfile here")
     os.sendfile = sendfile
@@ -43,8 +44,9 @@ def no_memory():
 def reached(point):
     if stop == str(point):
         asking.send(stop.encode())
-        if asking.recv(64) == b"out of memory":
-            no_memory()
+        said = asking.recv(64)
+        if said in (b"out of memory", b"little memory"):
+            no_memory((8 << 20) * (said == b"little memory"))
 
 send, receive_fetch, move = loader._send, loader._receive_fetch, loader.Pump._move
 finish = loader.Meter.finish
@@ -108,9 +110,9 @@ class HeldLoader:
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self.ends()
 
-    def run_out_of_memory(self) -> None:
-        """Let it go on, with not a byte more than it has."""
-        self._socket.send(OUT_OF_MEMORY)
+    def run_out_of_memory(self, *, whole: bool = True) -> None:
+        """Let it go on, with not a byte more than it has; or else with a little, for its words."""
+        self._socket.send(OUT_OF_MEMORY if whole else LITTLE_MEMORY)
 
     def ends(self) -> None:
         assert select.select([self._pidfd], [], [], WAIT_S)[0], "the loader does not end"

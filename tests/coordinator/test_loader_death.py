@@ -168,7 +168,7 @@ def alarmed(tmp_path) -> Iterator[tuple[Coordinator, HeldLoaders]]:
 def with_long_header(path: Path) -> Path:
     """Weights whose header is more than a process has left over from its start."""
     tensor = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
-    header = json.dumps({"__metadata__": {"x": "y" * (4 << 20)}, "w": tensor}).encode()
+    header = json.dumps({"__metadata__": {"x": "y" * (48 << 20)}, "w": tensor}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\1")
     return path
 
@@ -180,7 +180,7 @@ def test_one_without_memory_for_the_header_says_so(alarmed, tmp_path):
     loader = loaders.next()
     loader.stop_at("before Fetch")
     gen = waited_for(coordinator, "k")
-    loader.run_out_of_memory()
+    loader.run_out_of_memory(whole=False)
     for peer in peers:
         cause = peer.expect(Fail).cause
         assert cause.code == "source_unsupported"
