@@ -150,6 +150,8 @@ def _mapped(turn: Turn, session: SessionId, offer: Offer) -> None:
     elif generation.state is State.FILLING:
         lifecycle.sealed(turn, generation)  # nobody maps it before its COMMIT
     turn.lease(session, offer.lease, generation)
+    if offer.stale and generation.state is State.READY:
+        lifecycle.retire(turn, generation)  # who stated it before had not heard
 
 
 def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:

@@ -169,6 +169,17 @@ class TestAwaited:
         assert world.leases(f"{OLD}1") == {8: 5, 7: waits}
         assert not world.done(StartLoader)
 
+    @pytest.mark.parametrize("first", [7, 8])
+    def test_one_holder_that_has_heard_is_enough(self, first):
+        """The coordinator died between two REVOKEs; the last word is that it is retired."""
+        world = recovered(others=True)
+        world.attach(7, 8)
+        for session in (first, 15 - first):
+            resume(world, session, maps=(offer(1, lease=session, stale=session == 8),))
+        assert world.state(f"{OLD}1") is State.RETIRED
+        assert world.leases(f"{OLD}1") == {7: 7, 8: 8}
+        assert world.messages(7, Revoke)[-1] == Revoke(f"{OLD}1", 7, "stale")
+
 
 class TestStatement:
     def test_maps_are_leased_under_the_ids_it_names(self):

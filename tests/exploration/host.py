@@ -201,14 +201,15 @@ class Host:
     def _check_ready(self) -> None:
         """What was retired stays so; what was READY stays that until somebody retires it.
 
-        Without a store only who has heard of it can say so.
+        Without a store the next coordinator knows only from who has heard of it, and still has it.
         """
-        heard = {m.gen for w in self.workers for m in w.mappings if m.asked == "stale"}
+        told = {
+            m.gen for w in self.workers if w.connected for m in w.mappings if m.asked == "stale"
+        }
         for generation in self.ledger.generations.values():
             if generation.state in (State.RETIRED, State.FREEING):
-                if self.world.store or generation.id in heard:
-                    self.over.add(generation.id)
-            elif generation.state is State.READY and generation.id in self.over:
+                self.over.add(generation.id)
+            elif generation.state is State.READY and generation.id in self.over | told:
                 raise Violation(f"{generation.id} was retired, and is READY again")
         self.ready = {key: gen for key, gen in self.ready.items() if gen not in self.over}
 
@@ -248,7 +249,7 @@ class Host:
                 attached.append((session, 1000 + session))
             worker.lose()
         if not self.world.store:
-            self.store = {}
+            self.store, self.over = {}, set()
             self.feed(Recovered(others=True, patience_s=FOREVER_S))
             return
         kept = tuple(self.store.values())

@@ -340,10 +340,10 @@ class Worker:
 
     def do_reconnect(self) -> None:
         """It comes back, states what it has, and asks anew for what it waits for."""
-        self.connected = True
         if self.session not in self.host.ledger.sessions:
             pid = 1000 + self.session
             self.host.feed(Attached(self.session, pid, f"w{self.session}", "cpu", "worker"))
+        self.connected = True
         waiting = list(self.requests.values())
         self.requests = {}
         fills, committed = [], []
@@ -452,8 +452,9 @@ class Worker:
         """Rule 9: once INVALIDATE is answered, no process hands the retired generations out."""
         record = self.records._current.get(key)
         if self.connected and record is not None and record.generation in retired:
-            # Who was granted it meanwhile hears of it right behind the GRANT.
-            late = any(
+            # Who was granted it meanwhile, or has stated it, hears of it right behind that.
+            heard = [item[1] for item in self.keeper if item[0] == "revoke"]
+            late = record.module in heard or any(
                 isinstance(m, Grant | Revoke) and m.gen == record.generation for m in self.to
             )
             if not late:

@@ -457,6 +457,13 @@ LARGE += [
         store=False,
     ),
     _crash(
+        "crash without a store: one of two holders has heard",
+        (once(op("hold", "a"), op("end", "a")),),
+        (once(use("a"), op("invalidate", "a")),),
+        sizes={"a": 30},
+        store=False,
+    ),
+    _crash(
         "crash: two versions",
         (once(use("a", "v1", build=True)),),
         (once(use("a", "v2", build=True)),),
