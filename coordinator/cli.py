@@ -87,7 +87,7 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
 def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str | None) -> int:
     """Run a coordinator in the foreground and return its exit code."""
     from coordinator.config import Config
-    from coordinator.memory import parse_size
+    from shm_store.sizes import parse_size
     from coordinator.serve import serve
     from shm_store.errors import ArgumentRefused
     from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path

@@ -212,7 +212,7 @@ def launch(
     second one kills.
     """
     from coordinator import supervisor
-    from coordinator.memory import parse_size
+    from shm_store.sizes import parse_size
     from coordinator.plan import Plan
 
     plan = Plan(
@@ -408,7 +408,7 @@ def limit(
     Nothing in use is taken away: what is above the limit goes when it is idle, and until then
     nothing more is let in.
     """
-    from coordinator.memory import parse_size
+    from shm_store.sizes import parse_size
     from shm_store.report import size_text
 
     limit_bytes = parse_size(size)

@@ -5,7 +5,7 @@ One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` beg
 
 from __future__ import annotations
 
-from coordinator.memory import parse_size
+from shm_store.sizes import parse_size
 from shm_store.errors import ArgumentRefused, listed
 
 FILE_LIMIT_BYTES = 64 * 1024

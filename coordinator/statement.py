@@ -20,7 +20,7 @@ from shm_store.channel import close_all
 from shm_store.errors import ProtocolViolation, SegmentRefused
 from shm_store.keys import GenerationId, LeaseId, SessionId, parse_key
 from shm_store.layout import PAGE_BYTES
-from shm_store.wire import Held, HeldCharge, HeldFill, HeldMap, Resume
+from shm_store.wire import Declare, Held, HeldCharge, HeldFill, HeldMap, Resume
 
 HELD_LIMIT = 1 << 16
 
@@ -41,12 +41,13 @@ class Statement:
         self._maps: list[Offer] = []
         self._fills: list[Offer] = []
         self._charges: list[HeldCharge] = []
+        self._devices: list[Declare] = []
         self._fds: dict[GenerationId, int] = {}
         self.gens: set[GenerationId] = set()
 
     @property
     def complete(self) -> bool:
-        return len(self.gens) == self.resume.held
+        return len(self.gens) + len(self._devices) == self.resume.held
 
     def take(self, held: Held, fds: list[int]) -> None:
         """Take one thing that the session has. What is kept of `fds` is taken out of it.
@@ -57,8 +58,11 @@ class Statement:
             KeyRefused: it has no key, but something else.
             FdsExhausted: there is no fd for it.
         """
-        if len(fds) > (not isinstance(held, HeldCharge)):
+        if len(fds) > isinstance(held, HeldMap | HeldFill):
             raise ProtocolViolation(f"{len(fds)} fds came with {type(held).__name__}")
+        if isinstance(held, Declare):
+            self._devices.append(held)
+            return
         if held.gen in self.gens:
             raise ProtocolViolation(f"{held.gen} was stated twice")
         self.gens.add(held.gen)
@@ -83,7 +87,7 @@ class Statement:
         Raises:
             ProtocolViolation: no session can have that.
         """
-        lie = cannot_be(ledger, session, self._maps, self._fills, self._charges)
+        lie = cannot_be(ledger, session, self._maps, self._fills, self._charges, self._devices)
         if lie is not None:
             raise ProtocolViolation(lie)
 
@@ -99,6 +103,7 @@ class Statement:
             tuple(self._maps),
             tuple(self._fills),
             tuple(self._charges),
+            tuple(self._devices),
         )
 
     def close(self) -> None:

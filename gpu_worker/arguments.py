@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import TypeVar
 
 from gpu_worker.records import Origin
 from gpu_worker.request import Ask, Build
 from shm_store.errors import ArgumentRefused
 from shm_store.keys import parse_key
-from shm_store.wire import TIMEOUT_LIMIT_S
+from shm_store.sizes import parse_size
+from shm_store.wire import SIZE_LIMIT_BYTES, TIMEOUT_LIMIT_S
 
 NAME_LIMIT = 200
 VERSION_LIMIT = 120
@@ -129,6 +131,32 @@ def timeout_s(timeout: object, argument: str = "timeout") -> float | None:
             remedy="pass seconds, 0 or more, or leave it out",
         )
     return float(timeout)
+
+
+def size_bytes(argument: str, value: object) -> int:
+    """Return a size in bytes: a number of them, or a text such as "20GiB"."""
+    if isinstance(value, str):
+        return parse_size(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentRefused(
+            f"{argument}= is a size, not of type {type(value).__name__}",
+            remedy=f'pass bytes, or a text: {argument}="2GiB"',
+        )
+    if not 0 < value <= SIZE_LIMIT_BYTES:
+        raise ArgumentRefused(
+            f"{argument}={value} is out of range", remedy="pass 1 byte to 1024 TiB"
+        )
+    return value
+
+
+def keys(argument: str, value: Iterable[str]) -> list[str]:
+    """Return several keys, which one text is not."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ArgumentRefused(
+            f"{argument}= is several keys, not of type {type(value).__name__}",
+            remedy=f'pass a list: {argument}=["one", "other"]',
+        )
+    return list(value)
 
 
 def patience_s(patience: object) -> float:

@@ -52,6 +52,7 @@ from shm_store.wire import (
     Acquire,
     Cancel,
     Commit,
+    Declare,
     Done,
     Filling,
     Invalidate,
@@ -217,7 +218,8 @@ class Client:
         charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
         try:
             self._session.ask(
-                request, lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s())
+                request,
+                lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s(), charge.fixed),
             )
             step = self._session.next(request)
             if step is not charge:
@@ -225,6 +227,10 @@ class Client:
         except BaseException:
             self._session.give_up(request)
             raise
+
+    def declare(self, pool: str, limit_bytes: int, *, budgeted: bool) -> None:
+        """Say how much of a device's memory this process may use. Not answered."""
+        self.leases.declare(Declare(pool, limit_bytes, budgeted))
 
     def invalidate(self, key: Key, timeout_s: float) -> bool:
         """Have what `key` is retired everywhere; say whether there was something.
@@ -265,6 +271,7 @@ class Client:
             CoordinatorLost: nobody answers.
         """
         self.check_caller()
+        self.leases.count()
         started_s = time.monotonic()
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         try:

@@ -34,17 +34,24 @@ class ModelHandle:
         self.unexpected: tuple[str, ...] = ()
         self._table = table
         self._claim = claim
+        self._timeout_s: float | None = None
         table.watch(self, claim)
 
     def __enter__(self) -> torch.nn.Module:
-        """Lock the module and return it.
+        """Lock the module, bring it to its device unless it is there, and return it.
+
+        Waits for room on the device as long as its load would have for the weights.
 
         Raises:
             WorkerClosed: the handle was closed.
+            BudgetExceeded: there was no room on the device in time. It names who has what there.
+            LoadTimeout: other threads build modules for so long, or one moves this one.
+            DeviceOutOfMemory: the device has less memory than it should.
+            In all cases nothing is locked, and the module is on the host.
         """
         lock: LockId = next(self._table.ids)
         try:
-            return self._table.lock(self._claim, lock)
+            return self._table.lock(self._claim, lock, self._timeout_s)
         except BaseException:
             self._table.unlock(lock)
             raise

@@ -27,15 +27,23 @@ from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
 from gpu_worker.request import Charge
 from shm_store import wire
-from shm_store.errors import WeightCacheError
+from shm_store.errors import LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId
-from shm_store.wire import Ack, HeldCharge, HeldMap, Release, Revoke
+from shm_store.report import ModelReport
+from shm_store.wire import Ack, Counts, Declare, HeldCharge, HeldMap, Release, Revoke
 
 if TYPE_CHECKING:
     from gpu_worker.connection import Connection
     from gpu_worker.mapping import Buffer, Mapping, MappingTable
+    from gpu_worker.residence import Residence
 
 FIRST_LOOK_S = 0.1
+COUNT_S = 1.0
+"""How often the coordinator is told what was counted."""
+
+LEAVE_STEP_S = 0.02
+"""How long after a failed attempt to take a module from its device the next one comes."""
+
 LOOK_SHARE = 8
 """How long after a REVOKE it is looked at again, and then after which part of the time since."""
 
@@ -73,6 +81,9 @@ class Holder(Protocol):
     def retire(self, gen: GenerationId) -> None:
         """Hand a generation out no more. Runs destructors."""
 
+    def counted(self) -> list[ModelReport]:
+        """Say what was done with each model so far."""
+
     def after_fork(self, keeper: Keeper) -> None:
         """In a forked child: have its records as its own, without the threads that used them."""
 
@@ -99,6 +110,8 @@ class Leases:
         self._unused = unused
         self._mappings: MappingTable | None = None
         self._charges: dict[GenerationId, Charge] = {}
+        self._devices: dict[str, Declare] = {}
+        self._counting = False
         self._revoked_s: dict[GenerationId, float] = {}
         """When the last REVOKE came of what is still looked at. The keeper's own."""
 
@@ -120,7 +133,7 @@ class Leases:
         self._mappings.after_fork(new_lease, self.keeper.queue)
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
-        self._revoked_s = {}
+        self._revoked_s, self._counting = {}, False
         self.keeper.go_on()
 
     @property
@@ -154,6 +167,31 @@ class Leases:
         """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
         self.keeper.queue.put(functools.partial(self._discharge, charge))
 
+    def declare(self, device: Declare) -> None:
+        """Say that this process can use a device, now and on each connection to come."""
+        with self._lock:
+            if self._devices.get(device.pool) != device:
+                self._devices[device.pool] = device
+                self._connection.post(device)
+
+    def count_later(self) -> None:
+        """Hear that something was counted: the coordinator is told within COUNT_S."""
+        if not self._counting:
+            self._counting = True
+            self.keeper.put_at(time.monotonic() + COUNT_S, self.count)
+
+    def count(self) -> None:
+        """Tell the coordinator what was counted so far. What it was told before is void."""
+        self._counting = False
+        models = [model for worker in list(self._workers) for model in worker.counted()]
+        if models:
+            with self._lock:
+                self._connection.post(Counts(tuple(models[-wire.MODELS_LIMIT :])))
+
+    def rested(self, charge: Charge) -> None:
+        """Hear that what is on a device by `charge`, and asked for, is not in use. Only enqueues."""
+        self.keeper.put(functools.partial(self._revoked, charge.gen, charge.lease, "room"))
+
     def release(self, gen: GenerationId, lease: LeaseId) -> None:
         """Give back a lease on what is not mapped."""
         with self._lock:
@@ -162,13 +200,14 @@ class Leases:
     # --- the reader's ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[list[tuple[HeldMap | HeldCharge, tuple[int, ...]]]]:
+    def held(self) -> Iterator[list[tuple[HeldMap | HeldCharge | Declare, tuple[int, ...]]]]:
         """Give all of it, each with its segment, which is open in the block. The lock is held."""
         assert self._mappings is not None
         with self._mappings.held() as maps:
             yield [
                 *((held, (fd,)) for held, fd in maps),
                 *((_stated(charge), ()) for charge in self._charges.values()),
+                *((device, ()) for device in self._devices.values()),
             ]
 
     def take_grant(self, gen: GenerationId, lease: LeaseId, fd: int, wanted: bool) -> Buffer | None:
@@ -235,7 +274,10 @@ class Leases:
         held = self._held(gen)
         if held is None or (held.lease, held.asked) != (lease, asked):
             return  # it has ended, or something newer came
-        if not asked:
+        if isinstance(held, Charge) and held.residence is not None:
+            if asked:
+                self._revoked_there(held, held.residence(), asked)
+        elif not asked:
             for worker in list(self._workers):
                 self._attempt(worker.keep, gen)
         elif asked == "stale":
@@ -250,6 +292,28 @@ class Leases:
                 self._acknowledge(gen, lease, asked)
             self._revoked_s[gen] = now_s = time.monotonic()
             self._look_later(gen, now_s)
+
+    def _revoked_there(
+        self, charge: Charge, residence: Residence | None, asked: wire.Asked
+    ) -> None:
+        """Let go of memory on a device, unless the module there is in use.
+
+        A thread that builds has the load lock, and is not waited for here.
+        """
+        gone = False
+        if asked == "room" and residence is not None:
+            try:
+                gone = residence.leave(0.0)
+            except LoadTimeout:
+                again = functools.partial(self._revoked, charge.gen, charge.lease, asked)
+                self.keeper.put_at(time.monotonic() + LEAVE_STEP_S, again)
+                return
+        idle = asked == "idle" and residence is not None and residence.idle
+        answer = functools.partial(self._acknowledge, charge.gen, charge.lease, asked, idle=idle)
+        if gone:
+            self.keeper.call_settled(answer)  # somebody may keep a tensor of it
+        else:
+            answer()
 
     def _look_later(self, gen: GenerationId, revoked_s: float) -> None:
         """Look at what was asked once more, after a while."""
@@ -373,4 +437,6 @@ class Leases:
 
 
 def _stated(charge: Charge) -> HeldCharge:
-    return HeldCharge(charge.gen, charge.lease, charge.pool, charge.key, charge.size_bytes)
+    return HeldCharge(
+        charge.gen, charge.lease, charge.pool, charge.key, charge.size_bytes, charge.fixed
+    )

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.residence import Residence
+
 _OURS = 2
 """References to a module where they are counted: what it is read from, and the call."""
 
 
 class Loaded:
     """A module, the mode it was loaded in, and the names it does not use. Guarded by its table.
+
+    `residence` is where it is; None if it never leaves the host.
 
     `weights` are the mapped bytes, if they are shared. The module may not use them any more, as
     after `half()`; but as long as it is handed out, its lease goes on, or nobody would tell that it
@@ -31,7 +35,16 @@ class Loaded:
         told: its eviction has been told.
     """
 
-    __slots__ = ("_itself", "_refs", "_weights", "module", "told", "train", "unexpected")
+    __slots__ = (
+        "_itself",
+        "_refs",
+        "_weights",
+        "module",
+        "residence",
+        "told",
+        "train",
+        "unexpected",
+    )
 
     def __init__(
         self, module: torch.nn.Module, train: bool, unexpected: tuple[str, ...], weights: object
@@ -40,6 +53,7 @@ class Loaded:
         self.train = train
         self.unexpected = unexpected
         self.told = False
+        self.residence: Residence | None = None
         self._weights = weights
         self._refs: list[weakref.ref[object]] = []
         self._itself = 0

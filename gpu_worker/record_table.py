@@ -19,27 +19,31 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker import registry
 from gpu_worker.callbacks import Callbacks, Evicted
 from gpu_worker.client import Client
+from gpu_worker.counts import Counts
 from gpu_worker.flights import Flight, Flights
 from gpu_worker.keeper import Keeper
 from gpu_worker.leases import Seen
 from gpu_worker.loaded import Loaded
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
+from gpu_worker.residence import Residence, Resident
 from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
 from gpu_worker.request import Ask, Charge, Progress
 from gpu_worker.waits import refuse_fork
 from shm_store.errors import CallerError, WorkerClosed, listed
 from shm_store.keys import GenerationId, Key
+from shm_store.report import ModelReport
 
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.device import Device
     from gpu_worker.module import Assembled
 
 logger = logging.getLogger("gpu_worker")
@@ -71,6 +75,7 @@ class Wish:
     train: bool
     progress: Progress | None
     private: bool
+    device: Device
 
 
 class RecordTable:
@@ -84,7 +89,7 @@ class RecordTable:
         self,
         path: str,
         name: str,
-        device: str,
+        device: Device,
         callbacks: Callbacks,
         idle_s: float | None,
         patience_s: float,
@@ -103,8 +108,10 @@ class RecordTable:
         self._handles: dict[ClaimId, weakref.ref[object]] = {}
         self._callbacks = callbacks
         self._idle_s = idle_s
+        self._moves = device.pool is not None
+        self._counts = Counts()
         # Last: from here on the coordinator's requests arrive.
-        self.client: Client = registry.share(path, name, device, self, patience_s)
+        self.client: Client = registry.share(path, name, device.name, self, patience_s)
         if idle_s is not None:
             self.client.keeper.put_at(time.monotonic() + idle_s, _expiring(self))
 
@@ -146,7 +153,10 @@ class RecordTable:
                     if record is None:
                         self._flights.refuse_in_skeleton(key)
                         flight = self._flights.board(mine)
+                    else:
+                        self._counts.of(key, wish.device.name).hits += 1
                 if record is not None:
+                    self.client.leases.count_later()
                     self._callbacks.hit(key, record.generation)
                     return record
                 left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -193,6 +203,49 @@ class RecordTable:
         # One that has its record is still about to land.
         return (*held, *(one for one in loading if (one.key, *one.threads) not in used))
 
+    def counted(self) -> list[ModelReport]:
+        """Return what was done with each model so far."""
+        with self._lock:
+            return list(self._counts.reports())
+
+    # --- devices --------------------------------------------------------------------------------
+
+    def offload(self, key: Key) -> bool:
+        """Take the module of `key` from its device; say whether it is on the host now."""
+        return self._offload([key]) == ()
+
+    def offload_all(self, keep: Collection[Key]) -> tuple[Key, ...]:
+        """Take all modules from the device but `keep`, and return the keys of those in use."""
+        with self._lock:
+            keys = [record.key for record in self._records.current()]
+        return self._offload([key for key in keys if key not in keep])
+
+    def _offload(self, keys: list[Key]) -> tuple[Key, ...]:
+        """Take modules from their device. Returns those that are in use there, or are none."""
+        with self._lock:
+            known = {record.key: record.module.residence for record in self._records.current()}
+        stay = []
+        for key in keys:
+            residence = known.get(key)
+            if key not in known or (residence is not None and not residence.leave()):
+                stay.append(key)
+        return tuple(stay)
+
+    def resident(self) -> tuple[Resident, ...]:
+        """Return what is on the device."""
+        with self._lock:
+            return tuple(
+                Resident(
+                    record.key,
+                    record.generation,
+                    residence.device.name,
+                    residence.size_bytes,
+                    self._records.is_locked(record),
+                )
+                for record in self._records.every()
+                if (residence := record.module.residence) is not None and residence.size_bytes
+            )
+
     # --- for handles ----------------------------------------------------------------------------
 
     def watch(self, handle: object, claim: ClaimId) -> None:
@@ -205,18 +258,40 @@ class RecordTable:
         told = functools.partial(self.client.keeper.queue.put, end)
         self._handles[claim] = weakref.ref(handle, told)
 
-    def lock(self, claim: ClaimId, lock: LockId) -> torch.nn.Module:
-        """Lock the module that `claim` is on, and return it. Raises WorkerClosed if it ended."""
+    def lock(self, claim: ClaimId, lock: LockId, timeout_s: float | None) -> torch.nn.Module:
+        """Lock the module that `claim` is on, and return it, on its device.
+
+        Raises:
+            WorkerClosed: the claim has ended.
+            WeightCacheError: as `Residence.bring`. The lock is there all the same.
+        """
         if owned(self._lock):
             refuse_reentry()
         with self._lock:
-            module = self._records.lock(claim, lock, _caller.thread).module
+            loaded = self._records.lock(claim, lock, _caller.thread)
+            module, residence = loaded.module, loaded.residence
         assert module is not None  # what is claimed is kept
+        if residence is not None and not residence.here:
+            self.check_caller(waits=True)
+            residence.bring(module, timeout_s)
         return module
 
     def unlock(self, lock: LockId) -> None:
         """End a lock, if it is one."""
-        self._settle(functools.partial(self._records.unlock, lock, time.monotonic()))
+        self._settle(functools.partial(self._unlock, lock, time.monotonic()))
+
+    def _unlock(self, lock: LockId, now_s: float) -> list[Record[Loaded]]:
+        record = self._records.of_lock(lock)
+        gone = self._records.unlock(lock, now_s)
+        if record is not None:
+            self._rest(record)
+        return gone
+
+    def _rest(self, record: Record[Loaded]) -> None:
+        """A lock of a record has ended: it leaves its device if that was asked. The lock is held."""
+        residence = record.module.residence
+        if residence is not None:
+            residence.rest()
 
     def unlock_last(self, claim: ClaimId, chosen: list[LockId]) -> None:
         """End the newest lock made through `claim`. Raises CallerError if there is none.
@@ -236,7 +311,10 @@ class RecordTable:
                         remedy="enter it by `with handle as module:`, which also leaves it",
                     )
                 chosen.append(lock)
+            record = self._records.of_lock(chosen[0]) if self._moves else None
             gone = self._records.unlock(chosen[0], time.monotonic())
+            if record is not None:
+                self._rest(record)
         if gone:
             self._let_go(gone)
 
@@ -311,6 +389,10 @@ class RecordTable:
     ) -> Record[Loaded]:
         """Ask the coordinator, and make the record unless there is one of that generation."""
         key, whose, pid = wish.ask.key, _caller.thread, os.getpid()
+        with self._lock:
+            count = self._counts.of(key, wish.device.name)
+            count.misses += 1
+        self.client.leases.count_later()
         self._callbacks.miss(key)
         from gpu_worker import module
 
@@ -344,6 +426,10 @@ class RecordTable:
         del assembled  # it has the module, too
         loaded.count_itself()
         record = Record(key, gen, wish.origin, loaded)
+        if wish.device.pool is not None:
+            loaded.residence = Residence(
+                key, wish.device, self.client, self._lock, _locked(self._records, record), count
+            )
         with self._lock:
             # What the coordinator asks from now on finds the record.
             gone = self._records.admit(record, claim, self.client.leases.asked(gen), whose)
@@ -443,6 +529,17 @@ def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
             alive._end(record)
 
     return end
+
+
+def _locked(records: Records[Loaded], record: Record[Loaded]) -> Callable[[], bool]:
+    """Return what says whether a record is locked. Its residence has it, so it keeps neither."""
+    table, one = weakref.ref(records), weakref.ref(record)
+
+    def locked() -> bool:
+        known, what = table(), one()
+        return known is not None and what is not None and known.is_locked(what)
+
+    return locked
 
 
 def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:

@@ -80,7 +80,7 @@ class _Nobody:
 NOBODY = _Nobody()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Record(Generic[Module]):
     """The module of one generation in this worker.
 
@@ -277,6 +277,22 @@ class Records(Generic[Module]):
             self._claims.pop(claim, None)
         if self._current.get(record.key) is record:
             del self._current[record.key]
+
+    def is_locked(self, record: Record[Module]) -> bool:
+        return any(locked is record for _, locked, _ in self._locks.values())
+
+    def of_lock(self, lock: LockId) -> Record[Module] | None:
+        """Return the record that a lock is on, if it has not ended."""
+        locked = self._locks.get(lock)
+        return None if locked is None else locked[1]
+
+    def current(self) -> list[Record[Module]]:
+        """Return the records that are handed out at present."""
+        return list(self._current.values())
+
+    def every(self) -> list[Record[Module]]:
+        """Return all records, those that are stale and in use included."""
+        return list({id(one): one for one in (*self._current.values(), *self.used())}.values())
 
     def is_idle(self, record: Record[Module]) -> bool:
         return not any(self._uses(record))

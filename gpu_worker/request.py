@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from gpu_worker.mapping import Buffer
+    from gpu_worker.residence import Residence
 
 Build = Callable[[], "torch.nn.Module | Mapping[str, torch.Tensor]"]
 """Makes the weights, in the thread that loads them, if this process is the one that has to."""
@@ -63,6 +64,8 @@ class Charge:
     """Private memory that the coordinator counts. Made before it is asked for, by who frees it.
 
     Attributes:
+        residence: what is on a device by it, and can leave that; see there.
+        fixed: it is never asked for.
         key, pool, size_bytes: what it was asked for as.
         gen, lease: what the coordinator calls it, once it was granted.
         asked: what the coordinator has asked of it since; `letting_go` while that is being done.
@@ -70,6 +73,8 @@ class Charge:
         over: its memory is free, or was never needed.
     """
 
+    residence: Callable[[], Residence | None] | None = None
+    fixed: bool = False
     key: Key = _NO_KEY
     pool: str = ""
     size_bytes: int = 0

@@ -39,7 +39,7 @@ def post_statement(
     with leases.held() as leased:
         # Another thread of ours may have had its GRANT already, and have it mapped. The one that
         # comes for the fill is a lease on the same map.
-        held = [*filling, *(one for one in leased if one[0].gen not in filled)]
+        held = [*filling, *(one for one in leased if getattr(one[0], "gen", None) not in filled)]
         connection.post(msgspec.structs.replace(hello, held=len(held)))
         for message, fds in held:
             connection.post(message, fds)

@@ -13,18 +13,21 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpu_worker import arguments, registry
 from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
+from gpu_worker.device import Device, device_named
 from gpu_worker.handle import ModelHandle
 from gpu_worker.record_table import RecordTable, Wish
 from gpu_worker.records import ClaimId, Held
 from gpu_worker.refusal import name_holders
 from gpu_worker.request import Build, Progress
+from gpu_worker.reservation import Reservation
+from gpu_worker.residence import Resident
 from shm_store.errors import (
     ArgumentRefused,
     BudgetExceeded,
@@ -33,7 +36,7 @@ from shm_store.errors import (
     ResourceError,
     WorkerClosed,
 )
-from shm_store.keys import parse_key
+from shm_store.keys import Key, parse_key
 from shm_store.paths import socket_path
 from shm_store.wire import TIMEOUT_LIMIT_S
 
@@ -42,9 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gpu_worker")
 
-DEVICES = ("cpu",)
-
 PATIENCE_S = 30.0
+
+RESERVED = Key("reserved")
+WORKING_MEMORY = Key("working memory")
+"""What `status` calls memory on a device that is kept free of models."""
 
 
 def attach(
@@ -52,6 +57,8 @@ def attach(
     device: str | torch.device = "cpu",
     name: str | None = None,
     *,
+    vram_budget: int | str | None = None,
+    working_memory: int | str | None = None,
     idle_timeout: float | None = None,
     patience: float = PATIENCE_S,
     on_evict: Callable[[str, str, str], object] | None = None,
@@ -66,7 +73,13 @@ def attach(
     Args:
         socket: the coordinator's socket; else what WEIGHT_CACHE_SOCKET says, else the default of
             `weight-cache serve`.
-        device: where modules are to run. This version knows "cpu".
+        device: where modules run: "cpu", on the shared weights themselves; "cuda:0", whose memory
+            they are brought to when they are locked; or "sim:0", a simulated device for tests.
+        vram_budget: how much of that device's memory models may take in all, of every process, in
+            bytes or as "20GiB". None takes what the device has. Of several budgets the least
+            counts, and what `weight-cache limit` sets before all.
+        working_memory: how much of it to keep free for what this process computes with. Waits
+            until there is as much.
         name: how `weight-cache status` calls this process, if it is the first to attach; else the
             program's name.
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
@@ -94,8 +107,10 @@ def attach(
             ends when no process has been attached for half an hour.
 
     Raises:
-        ArgumentRefused: an unknown device, a name that cannot be sent, no path, or a time that is
-            none.
+        ArgumentRefused: an unknown device, a name that cannot be sent, no path, no size, or a time
+            that is none.
+        DeviceUnavailable: there is no such device here, or it cannot be used.
+        BudgetExceeded: no room on it for `working_memory`.
         NoCoordinator: nobody answers on the socket.
         StartFailed: with `autostart`: so it is, and none could be started.
         CoordinatorLost: this process is attached already, and nobody answers any more.
@@ -103,10 +118,15 @@ def attach(
         VersionMismatch: it speaks another version.
         PlatformUnsupported: not Linux.
     """
-    if str(device) not in DEVICES:
+    budget_bytes = None if vram_budget is None else arguments.size_bytes("vram_budget", vram_budget)
+    working_bytes = (
+        None if working_memory is None else arguments.size_bytes("working_memory", working_memory)
+    )
+    where = device_named(device)
+    if where.pool is None and (budget_bytes or working_bytes):
         raise ArgumentRefused(
-            f"device {str(device)!r} is none of those this version has: {', '.join(DEVICES)}",
-            remedy='attach with device="cpu" and move the module yourself',
+            f"device {where.name!r} has no memory of its own to budget",
+            remedy="leave vram_budget= and working_memory= out",
         )
     if name is None:
         name = arguments.program_name()
@@ -123,8 +143,14 @@ def attach(
     patience_s = arguments.patience_s(patience)
     arguments.check_flag("autostart", autostart)
     place = socket_path(socket)
-    make = functools.partial(Worker, place, name, str(device), callbacks, idle_s, patience_s)
-    return attach_or_start(place, make) if autostart else make()
+    make = functools.partial(Worker, place, name, where, callbacks, idle_s, patience_s)
+    worker = attach_or_start(place, make) if autostart else make()
+    try:
+        worker._use_device(budget_bytes, working_bytes)
+    except BaseException:
+        worker.shutdown(timeout=0.0)
+        raise
+    return worker
 
 
 class Worker:
@@ -140,7 +166,7 @@ class Worker:
         self,
         path: str,
         name: str,
-        device: str,
+        device: Device,
         callbacks: Callbacks = Callbacks(),  # noqa: B008 (frozen)
         idle_s: float | None = None,
         patience_s: float = PATIENCE_S,
@@ -148,6 +174,20 @@ class Worker:
         """Share the connection to the coordinator on `path`."""
         self._table = RecordTable(path, name, device, callbacks, idle_s, patience_s)
         self._client = self._table.client
+        self._device = device
+        self._working_memory: Reservation | None = None
+
+    def _use_device(self, budget_bytes: int | None, working_bytes: int | None) -> None:
+        """Have the device's memory be a pool, and part of it kept free."""
+        pool = self._device.pool
+        if pool is None:
+            return
+        limit_bytes = self._device.total_bytes() if budget_bytes is None else budget_bytes
+        self._client.declare(pool, limit_bytes, budgeted=budget_bytes is not None)
+        if working_bytes is not None:
+            self._working_memory = Reservation(
+                self._client, self._device, WORKING_MEMORY, working_bytes, None
+            )
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -220,6 +260,7 @@ class Worker:
         train: bool = False,
         progress: Progress | None = None,
         private: bool = False,
+        device: str | torch.device | None = None,
     ) -> ModelHandle:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
@@ -239,10 +280,12 @@ class Worker:
             private: with `build`: keep what it returns in this process alone, as with tensors that
                 cannot be shared. `build` then runs in every process, and the coordinator only
                 counts the memory, until the module is gone.
+            device: "cpu" keeps this module on the host, whatever device the worker has.
 
         Raises:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
-            ArgumentRefused: the module is there already, in the other mode of `train`.
+            ArgumentRefused: the module is there already, in the other mode of `train`, or for
+                another device; or `device` is neither "cpu" nor the worker's.
             Whatever `skeleton` raises.
         """
         ask, origin = arguments.asked(key, source, build, version)
@@ -251,16 +294,31 @@ class Worker:
         arguments.callback("progress", progress)
         arguments.check_flag("train", train)
         arguments.check_private(private, build)
+        where = self._device if device is None else device_named(device)
+        if where.name not in ("cpu", self._device.name):
+            raise ArgumentRefused(
+                f"device={where.name!r} is not the worker's, {self._device.name!r}",
+                remedy="attach once for each device: workers share their connection",
+            )
         if private:
             origin = dataclasses.replace(origin, kind="private")
         self._table.check_caller(waits=True)
         handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
-        wish = Wish(ask, origin, skeleton, train, progress, private)
+        handle._timeout_s = timeout_s
+        wish = Wish(ask, origin, skeleton, train, progress, private, where)
         try:
             record = self._table.claim(handle._claim, wish, timeout_s)
         except BudgetExceeded as error:
             name_holders(error)
             raise
+        residence = record.module.residence
+        placed = "cpu" if residence is None else residence.device.name
+        if device is not None and placed != where.name:
+            handle.close()
+            raise ArgumentRefused(
+                f"{key!r} is loaded for device {placed!r}, and all loads share one module",
+                remedy="evict it first, or load it under another key",
+            )
         if record.module.train is not train:
             handle.close()
             raise ArgumentRefused(
@@ -284,6 +342,7 @@ class Worker:
         train: bool = False,
         progress: Progress | None = None,
         private: bool = False,
+        device: str | torch.device | None = None,
     ) -> Iterator[torch.nn.Module]:
         """Load and lock, for the length of a `with`. Arguments and errors as `load`."""
         handle = self.load(
@@ -296,6 +355,7 @@ class Worker:
             train=train,
             progress=progress,
             private=private,
+            device=device,
         )
         try:
             with handle as module:
@@ -319,6 +379,76 @@ class Worker:
         self._table.check_caller(waits=True)
         self._table.refuse_closed()
         self._client.prefetch(ask)
+
+    # --- the device -----------------------------------------------------------------------------
+
+    def offload(self, key: str) -> bool:
+        """Take the module of `key` from the device, and say whether it is on the host now.
+
+        Its parameters point at the shared weights again; nothing is copied but what was edited
+        there. One that is locked stays. Waits for a thread that builds a module.
+        """
+        name = parse_key(key)
+        self._table.check_caller(waits=True)
+        return self._table.offload(name)
+
+    def offload_all(self, keep: Iterable[str] = ()) -> tuple[str, ...]:
+        """Take every module from the device but those in `keep`, and return the keys that stay.
+
+        Those are locked, and were not to be kept. As `offload`.
+        """
+        kept = {parse_key(key) for key in arguments.keys("keep", keep)}
+        self._table.check_caller(waits=True)
+        return self._table.offload_all(kept)
+
+    def resident(self) -> tuple[Resident, ...]:
+        """Return what is on the device of this worker, and how much it takes there."""
+        self._table.check_caller()
+        return self._table.resident()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[Self]:
+        """Use the device for the length of a `with`: at its end everything idle leaves it."""
+        try:
+            yield self
+        finally:
+            self.offload_all()
+
+    def reserve(self, size: int | str, timeout: float | None = None) -> Reservation:
+        """Keep room on the device free of models, for memory that the caller takes himself.
+
+        Idle models leave it for that, those of other processes included.
+
+        Args:
+            size: bytes, or a text such as "2GiB".
+            timeout: seconds to wait for those that are in use. None waits 300 s.
+
+        Returns:
+            The reservation, the caller's: a context manager. It ends with `close`, too.
+
+        Raises:
+            ArgumentRefused: no size, or a device without memory of its own.
+            BudgetExceeded: there was not enough in time. It names who has what.
+            CoordinatorLost: nobody answers.
+            WorkerClosed: after `shutdown`.
+        """
+        size_bytes = arguments.size_bytes("size", size)
+        timeout_s = arguments.timeout_s(timeout)
+        self._table.check_caller(waits=True)
+        self._table.refuse_closed()
+        try:
+            return Reservation(self._client, self._device, RESERVED, size_bytes, timeout_s)
+        except BudgetExceeded as error:
+            name_holders(error)
+            raise
+
+    def make_room(self, size: int | str, timeout: float | None = None) -> None:
+        """Have so much of the device free, for code that is about to take it by itself.
+
+        It is free when this returns, and not kept so: models may come. Arguments and errors as
+        `reserve`.
+        """
+        self.reserve(size, timeout).close()
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -380,6 +510,8 @@ class Worker:
         timeout_s = arguments.timeout_s(timeout)
         self._table.check_caller(waits=True)
         self._table.close()
+        if self._working_memory is not None:
+            self._working_memory.close()
         # Each time: what was dropped since is garbage in the keeper's queue, and not held.
         try:
             limit_s = TIMEOUT_LIMIT_S if timeout_s is None else timeout_s

@@ -234,7 +234,10 @@ class ResourceError(WeightCacheError):
 
 
 class BudgetExceeded(ResourceError):
-    """The pool has no room for the weights. `holders` are the generations that fill it."""
+    """The pool has no room for the weights. `holders` are the generations that fill it.
+
+    `possible_bytes` is the most that its asker could ever have there, as things are.
+    """
 
     code = "budget_exceeded"
     default_remedy = (
@@ -248,12 +251,14 @@ class BudgetExceeded(ResourceError):
         *,
         needed_bytes: int = 0,
         free_bytes: int = 0,
+        possible_bytes: int = 0,
         holders: tuple[GenerationReport, ...] = (),
         remedy: str | None = None,
     ) -> None:
         super().__init__(message, remedy=remedy)
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+        self.possible_bytes = possible_bytes
         self.holders = holders
 
 

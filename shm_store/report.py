@@ -54,8 +54,27 @@ class PoolReport(msgspec.Struct, frozen=True):
     freeing_bytes: int
 
 
+class ModelReport(msgspec.Struct, frozen=True):
+    """What one process has done with the modules of a key on one device, since it was attached."""
+
+    key: str
+    device: str
+    hits: int = 0
+    """Loads that found the module there."""
+    misses: int = 0
+    """Loads that had to ask the coordinator."""
+    moved_bytes: int = 0
+    """Brought to the device."""
+    waited_s: float = 0.0
+    """By locks, for room on the device and for others who move it."""
+    moved_s: float = 0.0
+
+
 class SessionReport(msgspec.Struct, frozen=True):
-    """One attached process. `waiting_for` is the keys of its open requests."""
+    """One attached process. `waiting_for` is the keys of its open requests.
+
+    `models` are as the process has said itself: a second ago, or when it last flushed.
+    """
 
     session: int
     pid: int
@@ -63,6 +82,7 @@ class SessionReport(msgspec.Struct, frozen=True):
     device: str
     waiting_for: tuple[str, ...]
     connected: bool
+    models: tuple[ModelReport, ...] = ()
 
 
 class StatusReport(msgspec.Struct, frozen=True):

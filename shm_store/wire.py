@@ -26,12 +26,13 @@ from shm_store.keys import (
     SessionId,
 )
 from shm_store.layout import PAGE_BYTES
-from shm_store.report import GenerationReport, StatusReport
+from shm_store.report import GenerationReport, ModelReport, StatusReport
 
 VERSION = 1
 """The protocol's version. Peers of different versions refuse each other by name."""
 
 SIZE_LIMIT_BYTES = 1 << 50
+MODELS_LIMIT = 1024
 TIMEOUT_LIMIT_S = 1e9
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -59,13 +60,14 @@ class Cause(msgspec.Struct, frozen=True, array_like=True):
     needed_bytes: int = 0
     free_bytes: int = 0
     holders: tuple[GenerationReport, ...] = ()
+    possible_bytes: int = 0
 
     @classmethod
     def of(cls, error: WeightCacheError) -> Cause:
         """Describe `error`. Facts that have no field here stay in its message."""
         facts = {
             name: getattr(error, name)
-            for name in ("source", "needed_bytes", "free_bytes", "holders")
+            for name in ("source", "needed_bytes", "free_bytes", "holders", "possible_bytes")
             if hasattr(error, name)
         }
         return cls(error.code, error.message, error.remedy, **facts)
@@ -81,6 +83,7 @@ class Cause(msgspec.Struct, frozen=True, array_like=True):
                 "needed_bytes": self.needed_bytes,
                 "free_bytes": self.free_bytes,
                 "holders": self.holders,
+                "possible_bytes": self.possible_bytes,
             },
         )
 
@@ -93,8 +96,9 @@ class Resume(Message, frozen=True):
 
     `token` is chosen by a session for its whole life, and says which one comes back over another
     connection, to this coordinator or to one that was started since. Behind it come `held`
-    messages, one for everything that the session has: `HeldMap`, `HeldFill`, `HeldCharge`. What
-    they do not name, it has no more. Requests that are open are asked anew, with new ids.
+    messages, one for everything that the session has: `HeldMap`, `HeldFill`, `HeldCharge`, and
+    `Declare` for its devices. What they do not name, it has no more. Requests that are open are
+    asked anew, with new ids.
 
     Fields may only be appended, and keep what they may hold, so that every version can read the
     version of any other.
@@ -132,13 +136,26 @@ class HeldFill(Message, frozen=True):
 
 
 class HeldCharge(Message, frozen=True):
-    """The session has private memory, counted under this lease."""
+    """The session has private memory, counted under this lease. `fixed` as in `Charge`."""
 
     gen: GenerationId
     lease: LeaseId
     pool: Name
     key: AnyKey
     size_bytes: SizeBytes
+    fixed: bool = False
+
+
+class Declare(Message, frozen=True):
+    """The session can use a device's memory, and this much of it: the pool is there from now on.
+
+    Never answered; said again behind each RESUME. The limit is the least that users have budgeted;
+    where none has, the most that a session has found; and what an operator sets, once one did.
+    """
+
+    pool: Name
+    limit_bytes: CountBytes
+    budgeted: bool = False
 
 
 class Acquire(Message, frozen=True):
@@ -161,7 +178,8 @@ class Acquire(Message, frozen=True):
 class Charge(Message, frozen=True):
     """Ask for room for private memory of this process. `key` is for people and never matched.
 
-    The GRANT that answers has no fd, and its lease is the charge: RELEASE ends it.
+    The GRANT that answers has no fd, and its lease is the charge: RELEASE ends it. A `fixed` one is
+    never asked for: it is kept until the process wants it no more.
     """
 
     rid: RequestId
@@ -169,6 +187,13 @@ class Charge(Message, frozen=True):
     key: AnyKey
     size_bytes: SizeBytes
     timeout_s: TimeoutS
+    fixed: bool = False
+
+
+class Counts(Message, frozen=True):
+    """What the session has done with its models so far. Replaces what it said before."""
+
+    models: Annotated[tuple[ModelReport, ...], msgspec.Meta(max_length=MODELS_LIMIT)]
 
 
 class Cancel(Message, frozen=True):
@@ -398,8 +423,8 @@ class Fetch(Message, frozen=True):
     fingerprint: Fingerprint
 
 
-Held = HeldMap | HeldFill | HeldCharge
-FromWorker = Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+Held = HeldMap | HeldFill | HeldCharge | Declare
+FromWorker = Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
 FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort
 FromSession = FromWorker | FromOperator

@@ -44,6 +44,8 @@ from shm_store.wire import (
     Charge,
     Commit,
     Copied,
+    Counts,
+    Declare,
     Drain,
     Evict,
     Flush,
@@ -105,7 +107,7 @@ def _said(turn: Turn, event: Said) -> None:
     message = event.message
     if session is None:
         return
-    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release | Ack):
+    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release | Ack | Declare | Counts):
         if message.rid <= session.last_rid:
             return
         session.last_rid = message.rid
@@ -114,6 +116,10 @@ def _said(turn: Turn, event: Said) -> None:
             admission.acquire(turn, session.id, message, event.fingerprint)
         case Charge():
             admission.charge(turn, session.id, message)
+        case Declare():
+            lifecycle.declared(turn, message)
+        case Counts(models):
+            session.models = models
         case Release():
             lifecycle.release(turn, session.id, message)
         case Ack():

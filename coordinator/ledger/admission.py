@@ -226,7 +226,7 @@ def charge(turn: Turn, session: SessionId, message: Charge) -> None:
         timeout_s=message.timeout_s,
         since_s=turn.now_s,
     )
-    generation = turn.open(request, pool=message.pool, private=True)
+    generation = turn.open(request, pool=message.pool, private=True, fixed=message.fixed)
     turn.ask(request, generation)
     _queue(turn, generation, message.size_bytes)
 
@@ -244,13 +244,15 @@ def admit(turn: Turn) -> None:
     """Give room to those who wait for it, and have room made for those who lack it.
 
     First come first served in each pool, loads before prefetches. A request larger than the limit
-    less what is pinned is refused at once: it never could fit.
+    less what is pinned, and what its own process keeps by choice, is refused at once: it never
+    could fit.
     """
     ledger = turn.ledger
     for pool in ledger.pools.values():
-        possible_bytes = pool.limit_bytes - ledger.pinned_bytes(pool.name) if pool.queue else 0
+        pinned_bytes = ledger.pinned_bytes(pool.name) if pool.queue else 0
         for generation in list(pool.queue):
-            if generation.size_bytes > possible_bytes:
+            kept_bytes = pinned_bytes + ledger.fixed_bytes(generation)
+            if generation.size_bytes > pool.limit_bytes - kept_bytes:
                 abandon(turn, generation, no_room(turn, generation), died=False)
     overtaken = True
     while overtaken:
@@ -269,6 +271,12 @@ def admit(turn: Turn) -> None:
             pool.given_up = False
             for generation in ledger.in_pool(pool.name):
                 turn.unask(generation, ("idle", "room"))
+
+
+def possible_bytes(ledger: Ledger, generation: Generation) -> int:
+    """Return the most that those who wait for `generation` could have in its pool for it."""
+    kept_bytes = ledger.pinned_bytes(generation.pool) + ledger.fixed_bytes(generation)
+    return max(0, ledger.pools[generation.pool].limit_bytes - kept_bytes)
 
 
 def _admit_first(turn: Turn, pool: Pool) -> None:
@@ -398,6 +406,9 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     behind = ""
     if first is not generation and not never:
         behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
+    own_bytes = ledger.fixed_bytes(generation)
+    if own_bytes:
+        behind = f"; {size_text(own_bytes)} is what its own process has reserved{behind}"
     if ledger.awaited:
         behind = f"; the coordinator was started again, and {silent_text(ledger)} may hold more"
     free = f"pool {pool.name!r} has {size_text(pool.free_bytes)} free of"
@@ -409,6 +420,7 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
         remedy=f"raise the limit: `weight-cache limit {pool.name} SIZE`" if never else None,
         needed_bytes=generation.size_bytes,
         free_bytes=pool.free_bytes,
+        possible_bytes=possible_bytes(ledger, generation),
         holders=tuple(generation_report(ledger, holder, turn.now_s) for holder in holders),
     )
 

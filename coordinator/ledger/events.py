@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
-from shm_store.wire import FromLoader, FromSession, HeldCharge, Space, ToSession
+from shm_store.wire import Declare, FromLoader, FromSession, HeldCharge, Space, ToSession
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -76,6 +76,7 @@ class Resumed:
     maps: tuple[Offer, ...] = ()
     fills: tuple[Offer, ...] = ()
     charges: tuple[HeldCharge, ...] = ()
+    devices: tuple[Declare, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,13 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """End the loader and the backing child of `gen`, if any; close its segment. Answer Freed."""
+    """End the loader and the backing child of `gen`, if any; close its segment. Answer Freed.
+
+    With `device` it is memory there of a process that ended: answer once the device has it back.
+    """
 
     gen: GenerationId
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

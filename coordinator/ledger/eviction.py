@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from coordinator.ledger.state import Generation, Ledger, Pool, State
+from coordinator.ledger.state import RAM, Generation, Ledger, Pool, State
 from shm_store.keys import SessionId
 
 REVOKE_PATIENCE_S = 1.0
@@ -45,7 +45,8 @@ def victims(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]:
 def revocable(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]:
     """Return what to ask the holders for so that `needed_bytes` become free in `pool`.
 
-    Fewest holders first, as each of them has to load it again; then what was granted longest ago.
+    Fewest holders first, as each of them has to load it again; then what was granted longest ago,
+    and on a device, where it comes back from the host, as few bytes as will do.
     Nothing that a holder has refused: while one keeps it, what the others let go of frees nothing.
     """
     lacking = pool.in_use_bytes + needed_bytes - pool.limit_bytes
@@ -57,16 +58,19 @@ def revocable(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]
         and generation.leases
         and not generation.coming
         and not generation.refused
+        and not generation.fixed
         and not ledger.pinned(generation)
     ]
     leased.sort(
         key=lambda generation: (
             len(generation.leases),
+            0 if pool.name == RAM else generation.size_bytes,
             max(lease.since_s for lease in generation.leases.values()),
             generation.id,
         )
     )
-    return _enough(leased, lacking)
+    chosen = _enough(leased, lacking)
+    return chosen if pool.name == RAM else _needed(chosen, lacking)
 
 
 def doubtful(generation: Generation, head: Generation | None, now_s: float) -> list[SessionId]:
@@ -86,6 +90,18 @@ def doubtful(generation: Generation, head: Generation | None, now_s: float) -> l
         for session, lease in generation.leases.items()
         if lease.answer != "idle" or lease.answered_s < since_s
     ]
+
+
+def _needed(chosen: list[Generation], lacking: int) -> list[Generation]:
+    """Return those of `chosen` that are left once what is not needed is taken out, first ones first."""
+    spare = sum(generation.size_bytes for generation in chosen) - lacking
+    needed = []
+    for generation in chosen:
+        if generation.size_bytes <= spare:
+            spare -= generation.size_bytes
+        else:
+            needed.append(generation)
+    return needed
 
 
 def _enough(candidates: list[Generation], lacking: int) -> list[Generation]:

@@ -67,7 +67,8 @@ def _leases(ledger: Ledger) -> list[str]:
         for lease in generation.leases.values():
             if generation.state is State.RETIRED and lease.asked != "stale":
                 found.append(f"{generation.id} is retired, and lease {lease.id} was not told")
-        if generation.private and generation.state is not State.OPEN and not generation.leases:
+        loose = generation.private and generation.state not in (State.OPEN, State.FREEING)
+        if loose and not generation.leases:
             found.append(f"private {generation.id} has no holder")
         if generation.leases and generation.state not in LEASABLE:
             found.append(f"{generation.id} is {generation.state.value} and leased")

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from coordinator.ledger import admission
 from coordinator.ledger.events import Attached, BackingRefused, Forget, Seal, SendSpace
-from coordinator.ledger.state import LEASABLE, LOADER, Generation, Request, Session, State
+from coordinator.ledger.state import (
+    LEASABLE,
+    LOADER,
+    VRAM,
+    Generation,
+    Ledger,
+    Pool,
+    Request,
+    Session,
+    State,
+)
 from coordinator.ledger.turn import Turn
 from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
 from shm_store.keys import GenerationId, SessionId
-from shm_store.wire import Abort, Ack, Filling, Progress, Release, Space
+from shm_store.wire import Abort, Ack, Declare, Filling, Progress, Release, Space
+
+POOLS_LIMIT = 64
+POOL_NAME_LIMIT = 200
 
 # --- fills --------------------------------------------------------------------------------------
 
@@ -186,6 +201,28 @@ def attached(turn: Turn, event: Attached) -> None:
     )
 
 
+def may_be_pool(ledger: Ledger, name: str, beside: int = 0) -> bool:
+    """Say whether there can be one more pool, of this name, `beside` so many other new ones."""
+    full = len(ledger.pools) + beside >= POOLS_LIMIT
+    fit = name.startswith(VRAM) and name.isprintable() and len(name) <= POOL_NAME_LIMIT
+    return fit and not full
+
+
+def declared(turn: Turn, message: Declare) -> None:
+    """A session can use a device's memory: there is a pool for it, whose limit several may say."""
+    pools, name = turn.ledger.pools, message.pool
+    pool = pools.get(name)
+    said_by: Literal["budget", "device"] = "budget" if message.budgeted else "device"
+    if pool is None:
+        if may_be_pool(turn.ledger, name):
+            pools[name] = Pool(name, message.limit_bytes, said_by=said_by)
+    elif pool.said_by == said_by:
+        which = min if message.budgeted else max
+        pool.limit_bytes = which(pool.limit_bytes, message.limit_bytes)
+    elif pool.said_by == "device":
+        pool.limit_bytes, pool.said_by = message.limit_bytes, said_by
+
+
 def disconnected(turn: Turn, session: Session) -> None:
     """The connection is gone, the process may not be: what waits is dropped, and tickets.
 
@@ -211,7 +248,7 @@ def ended(turn: Turn, session: Session) -> None:
     session.connected = False
     _drop_waiting(turn, session)
     for gen in list(session.leases):
-        turn.end_lease(session.id, turn.ledger.generations[gen])
+        turn.end_lease(session.id, turn.ledger.generations[gen], died=True)
     owned = turn.ledger.owned_by(session.id)
     del turn.ledger.sessions[session.id]
     turn.do(Forget(session.id))

@@ -21,7 +21,7 @@ from shm_store.errors import (
 )
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
-from shm_store.wire import Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
+from shm_store.wire import Copied, Declare, Done, Drain, Evict, Flushed, Invalidate, Limit
 
 PINS_LIMIT = 4096
 INVALIDATIONS_LIMIT = 64
@@ -47,7 +47,9 @@ def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
 def _remember(turn: Turn) -> None:
     """Have what operators have set outlive this coordinator, before it is answered."""
     ledger = turn.ledger
-    limits_bytes = {name: pool.limit_bytes for name, pool in ledger.pools.items()}
+    limits_bytes = {
+        name: pool.limit_bytes for name, pool in ledger.pools.items() if pool.said_by == "operator"
+    }
     turn.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
 
 
@@ -181,13 +183,17 @@ def limit(turn: Turn, session: SessionId, message: Limit) -> None:
     """Set a pool's limit. What is above it goes as soon as it is idle; nothing is taken away."""
     pool = turn.ledger.pools.get(message.pool)
     if pool is None:
+        # A device's may be limited before anybody uses that.
+        lifecycle.declared(turn, Declare(message.pool, message.limit_bytes))
+        pool = turn.ledger.pools.get(message.pool)
+    if pool is None:
         pools = listed([repr(name) for name in turn.ledger.pools])
         unknown = ArgumentRefused(
             f"there is no pool {message.pool!r}", remedy=f"those there are: {pools}"
         )
         turn.refuse(session, message.rid, unknown)
         return
-    pool.limit_bytes = message.limit_bytes
+    pool.limit_bytes, pool.said_by = message.limit_bytes, "operator"
     _remember(turn)
     turn.send(session, Done(message.rid))
 

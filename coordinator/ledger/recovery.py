@@ -15,10 +15,20 @@ from collections.abc import Sequence
 
 from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Offer, Recovered, Resumed
-from coordinator.ledger.state import LEASABLE, OTHERS, Generation, Ledger, Request, Session, State
+from coordinator.ledger.state import (
+    LEASABLE,
+    OTHERS,
+    VRAM,
+    Generation,
+    Ledger,
+    Pool,
+    Request,
+    Session,
+    State,
+)
 from coordinator.ledger.turn import Turn
 from shm_store.keys import Fingerprint, RequestId, SessionId, was_given
-from shm_store.wire import HeldCharge
+from shm_store.wire import Declare, HeldCharge
 
 
 def recovered(turn: Turn, event: Recovered) -> None:
@@ -27,8 +37,8 @@ def recovered(turn: Turn, event: Recovered) -> None:
     ledger.pins = dict.fromkeys(event.pins)
     ledger.draining = event.draining
     for pool, limit_bytes in event.limits_bytes.items():
-        if pool in ledger.pools:
-            ledger.pools[pool].limit_bytes = limit_bytes
+        if pool in ledger.pools or pool.startswith(VRAM):
+            ledger.pools[pool] = Pool(pool, limit_bytes)
     for session, pid in event.sessions:
         ledger.sessions[session] = Session(
             session, pid, "", "", "worker", connected=False, silent=True
@@ -50,6 +60,7 @@ def cannot_be(
     maps: Sequence[Offer],
     fills: Sequence[Offer],
     charges: Sequence[HeldCharge],
+    devices: Sequence[Declare] = (),
 ) -> str | None:
     """Say what of the statement of `session` it cannot have; None if all of it can be.
 
@@ -60,6 +71,10 @@ def cannot_be(
         session: None if it is a new one.
     """
     table = ledger.generations
+    new = {device.pool for device in devices} - set(ledger.pools)
+    for pool in sorted(new):
+        if not lifecycle.may_be_pool(ledger, pool, len(new) - 1):
+            return f"there can be no pool {pool!r}"
     everything: tuple[Offer | HeldCharge, ...] = (*maps, *fills, *charges)
     for stated in everything:
         if not was_given(stated.gen, ledger.start_ns, ledger.counter):
@@ -75,9 +90,9 @@ def cannot_be(
             return f"{offer.gen} has no bytes yet that could be mapped"
     for held in charges:
         known = table.get(held.gen)
-        if held.pool not in ledger.pools:
+        if held.pool not in ledger.pools and held.pool not in new:
             return f"there is no pool {held.pool!r}"
-        if known is not None and known.state not in LEASABLE:
+        if known is not None and known.state not in (*LEASABLE, State.FREEING):
             return f"{held.gen} was not granted yet"
     for offer in fills:
         known = table.get(offer.gen)
@@ -98,6 +113,8 @@ def resumed(turn: Turn, event: Resumed) -> None:
     stated |= {held.gen for held in event.charges}
     for gen in [gen for gen in session.leases if gen not in stated]:
         turn.end_lease(session.id, ledger.generations[gen])
+    for device in event.devices:
+        lifecycle.declared(turn, device)
     fills = {offer.gen for offer in event.fills}
     for generation in ledger.owned_by(session.id):
         if generation.id not in fills and not generation.sealing:
@@ -158,7 +175,9 @@ def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:
     generation = turn.ledger.generations.get(held.gen)
     if generation is None:
         offer = Offer(held.gen, held.lease, held.key, Fingerprint(""), held.size_bytes)
-        generation = turn.adopt(offer, State.READY, pool=held.pool, private=True)
+        generation = turn.adopt(offer, State.READY, pool=held.pool, private=True, fixed=held.fixed)
+    elif generation.state is State.FREEING:
+        turn.move(generation, State.READY)  # its parent ended before this child was attached
     turn.lease(session, held.lease, generation)
 
 

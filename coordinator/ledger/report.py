@@ -88,6 +88,7 @@ def status_report(ledger: Ledger, now_s: float) -> StatusReport:
                     if request.session == session.id
                 ),
                 connected=session.connected,
+                models=session.models,
             )
             for session in ledger.sessions.values()
             if session.role == "worker"

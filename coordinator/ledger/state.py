@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
+from shm_store.report import ModelReport
 from shm_store.wire import Asked
 
 RAM = "ram"
+"""The pool of the host's memory. The others are devices', named VRAM and the device's uuid."""
+
+VRAM = "vram:"
 
 
 class State(enum.Enum):
@@ -46,10 +50,10 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.READY: {
         State.RETIRED: "successor sealed, invalidated or draining, while leased",
-        State.FREEING: "the same without a lease; room needed, evicted",
+        State.FREEING: "the same without a lease; room needed, evicted; a device's, its process ended",
     },
     State.RETIRED: {State.FREEING: "last lease ended"},
-    State.FREEING: {},
+    State.FREEING: {State.READY: "a device's, and a forked child states it"},
 }
 """Every move there is, and what causes it. scripts/diagrams draws the docs from this."""
 
@@ -86,6 +90,7 @@ class Session:
     silent: bool = False
     last_rid: RequestId = RequestId(0)
     leases: dict[GenerationId, Lease] = field(default_factory=dict)
+    models: tuple[ModelReport, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +144,7 @@ class Generation:
 
     Attributes:
         private: a CHARGE: memory of one process, never matched by key, with no segment.
+        fixed: nobody asks for it: its process keeps it until it wants it no more.
         owner: who has the ticket: the request of a worker that builds, the loader, or nobody.
         doomed: will be RETIRED, not READY, when it is committed; takes no new asker.
         sealing: COMMIT came and the executor is at it, so the owner may end.
@@ -156,6 +162,7 @@ class Generation:
     pool: str
     owner: Request | Literal["loader"] | None
     private: bool = False
+    fixed: bool = False
     state: State = State.OPEN
     doomed: bool = False
     sealing: bool = False
@@ -229,12 +236,14 @@ class Pool:
 
     `in_use_bytes` is charged from RESERVED until freed, shared bytes once, and is the sum over the
     table; `turn` keeps it, the invariants compare. `given_up`: somebody waits for room no more.
+    `said_by` is whose word the limit is: see `Declare`.
     """
 
     name: str
     limit_bytes: int
     in_use_bytes: int = 0
     given_up: bool = False
+    said_by: Literal["device", "budget", "operator"] = "operator"
     queue: list[Generation] = field(default_factory=list)
 
     @property
@@ -334,6 +343,20 @@ class Ledger:
             generation.state is State.READY
             and not generation.private
             and generation.key in self.pins
+        )
+
+    def fixed_bytes(self, generation: Generation) -> int:
+        """Return the bytes of its pool that those keep who wait for `generation`, and go on to.
+
+        On devices: nobody reserves memory of the host.
+        """
+        if generation.pool == RAM:
+            return 0
+        sessions = {asker.session for asker in generation.askers.values()}
+        return sum(
+            kept.size_bytes
+            for kept in self.in_pool(generation.pool)
+            if kept.fixed and any(session in kept.leases for session in sessions)
         )
 
     def pinned_bytes(self, pool: str) -> int:

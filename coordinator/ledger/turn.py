@@ -116,15 +116,20 @@ class Turn:
         self._charge(generation, size_bytes - lease.copied_bytes)
         lease.copied_bytes = size_bytes
 
-    def end_lease(self, session: SessionId, generation: Generation) -> None:
-        """The process has unmapped the bytes, or is gone."""
+    def end_lease(self, session: SessionId, generation: Generation, *, died: bool = False) -> None:
+        """The process has unmapped the bytes, or is gone.
+
+        Memory on a device is not gone with its process: the device takes its time.
+        """
         self.copied(generation, generation.leases[session], 0)
         del generation.leases[session]
         del self.ledger.sessions[session].leases[generation.id]
         if generation.leases:
             return
         generation.idle_s = self.now_s
-        if generation.private:
+        if generation.private and died and generation.pool != RAM:
+            self.free(generation)
+        elif generation.private:
             self.remove(generation)
         elif generation.state is State.RETIRED:
             self.settle_retired(generation)
@@ -150,6 +155,7 @@ class Turn:
         doomed: bool = False,
         deaths: int = 0,
         private: bool = False,
+        fixed: bool = False,
     ) -> Generation:
         """Put a new generation on the table. Its owner is the loader, or `first` itself."""
         ledger = self.ledger
@@ -161,6 +167,7 @@ class Turn:
             pool=pool,
             owner=first if first.source is None else LOADER,
             private=private,
+            fixed=fixed,
             doomed=doomed,
             deaths=deaths,
             progressed_s=self.now_s,
@@ -178,6 +185,7 @@ class Turn:
         *,
         pool: str = RAM,
         private: bool = False,
+        fixed: bool = False,
         doomed: bool = False,
     ) -> Generation:
         """Put a generation on the table that another coordinator had. Charged at once."""
@@ -189,6 +197,7 @@ class Turn:
             pool=pool,
             owner=None,
             private=private,
+            fixed=fixed,
             state=state,
             doomed=doomed,
             size_bytes=offer.size_bytes,
@@ -241,7 +250,7 @@ class Turn:
             self.remove(generation)
             return
         self.move(generation, State.FREEING)
-        self.do(Free(generation.id))
+        self.do(Free(generation.id, generation.pool if generation.private else None))
 
     def remove(self, generation: Generation) -> None:
         """Take a generation off the table: FREED, private and ended, or never charged."""

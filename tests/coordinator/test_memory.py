@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from coordinator.backing import cgroup_headroom_bytes, host_headroom_bytes, memory_cgroups
-from coordinator.memory import default_ram_budget_bytes, parse_size, usable_bytes
+from coordinator.memory import default_ram_budget_bytes, usable_bytes
+from shm_store.sizes import parse_size
 from shm_store.errors import ArgumentRefused
 
 GIB = 1 << 30

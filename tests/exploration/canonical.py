@@ -39,12 +39,14 @@ def canonical(system: System) -> tuple[Any, ...]:
         (host.words.pins, tuple(host.words.limits_bytes.items())),
         tuple(sorted((key, gens[gen]) for key, gen in host.ready.items())),
         tuple(sorted(gens[gen] for gen in host.over if gen in gens)),
+        tuple(sorted((gens[gen], size) for gen, size in host.draining.items())),
     )
 
 
 def _generations(system: System) -> Iterable[str]:
     known = set(system.host.ledger.generations) | set(system.host.loaders)
     known |= {gen for _, gen in system.host.jobs} | set(system.host.store)
+    known |= set(system.host.draining)
     known |= set(system.host.ready.values())
     for worker in system.workers:
         known |= {mapping.gen for mapping in worker.mappings}
@@ -54,6 +56,7 @@ def _generations(system: System) -> Iterable[str]:
         known |= {m.gen for m in (*worker.to, *worker.out) if hasattr(m, "gen")}
         for thread in worker.threads:
             known |= {gen for gen, _ in thread.charges}
+            known |= {resident.gen for resident in thread.residents.values()}
             if thread.gen:
                 known.add(thread.gen)
         known |= {record.generation for record in _records(worker)}
@@ -76,6 +79,7 @@ def _ranks(system: System, session: int) -> dict[int, int]:
     used |= {item[1].lease for item in worker.keeper}
     for thread in worker.threads:
         used |= {lease for _, lease in thread.charges}
+        used |= {resident.lease for resident in thread.residents.values()}
         used.add(thread.rid)
     ledger = system.host.ledger
     known = ledger.sessions.get(session)
@@ -211,6 +215,10 @@ def _thread(
         tuple((key, claims.get(claim)) for key, claim in sorted(thread.claims.items())),
         tuple((key, numbers.get(id(m))) for key, m in sorted(thread.kept.items())),
         tuple((gens[gen], ranks[lease]) for gen, lease in thread.charges),
+        tuple(
+            (key, gens[one.gen], ranks[one.lease], one.locked, one.wanted)
+            for key, one in sorted(thread.residents.items())
+        ),
     )
 
 

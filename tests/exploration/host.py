@@ -66,6 +66,7 @@ class Host:
         store: those that outlive a coordinator; pins and limits do, too.
         ready: what was READY when a coordinator died, by key, until somebody retires it.
         over: what was retired, and may not be READY again.
+        draining: bytes on devices of processes that ended, which those have not given back yet.
     """
 
     def __init__(self, world: World) -> None:
@@ -85,6 +86,7 @@ class Host:
         self.words = Remember((), {}, False)
         self.ready: dict[str, GenerationId] = {}
         self.over: set[GenerationId] = set()
+        self.draining: dict[GenerationId, int] = {}
 
     def attach(self, workers: list[Worker]) -> None:
         """Let all workers attach. The session of each is its place in the list."""
@@ -94,7 +96,8 @@ class Host:
 
     def actions(self) -> Iterator[Action]:
         """Yield what executor and loaders can do next."""
-        yield from (("job", *job) for job in self.jobs)
+        yield from (("job", *job) for job in self.jobs if job[1] not in self.draining)
+        yield from (("given_back", gen) for gen in self.draining)
         yield from (("loader", gen) for gen, steps in self.loaders.items() if steps[0] != "waits")
         if OTHERS in self.ledger.awaited:
             yield ("patience",)
@@ -278,7 +281,7 @@ class Host:
 
     def _job(self, kind: str, gen: GenerationId) -> None:
         self.jobs.append((kind, gen))
-        if kind not in self.world.slow:
+        if kind not in self.world.slow and gen not in self.draining:
             self.do_job(kind, gen)
 
     def do_job(self, kind: str, gen: GenerationId) -> None:
@@ -306,6 +309,10 @@ class Host:
     def do_unsealed(self, gen: GenerationId) -> None:
         self.jobs.remove(("seal", gen))
         self.feed(SealRefused(gen, "busy"))
+
+    def do_given_back(self, gen: GenerationId) -> None:
+        """A device has the memory back that a process had there."""
+        del self.draining[gen]
 
     # --- loaders and files ------------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ class System:
             for rid in rids - set(worker.requests):
                 if worker.connected:
                     found.append(f"request {rid} of {session} is open, and its asker does not know")
+        found += self._beyond_the_books()
         for gen, content in self.host.bytes_from.items():
             generation = ledger.generations.get(gen)
             ready = generation is not None and generation.state not in RUNNING
@@ -146,6 +147,23 @@ class System:
             if ready and generation.leases and content != asked:
                 found.append(f"{gen} is said to be {asked!r} and is {content!r}")
         return found
+
+    def _beyond_the_books(self) -> list[str]:
+        """Law 3: what is on a device is charged, until the device has it back.
+
+        After a restart nobody knows any more of whom there was and ended before.
+        """
+        if self.host.lives > 1 or "vram" not in self.host.ledger.pools:
+            return []
+        there = {
+            one.gen: thread.locks(key).size
+            for worker in self.workers
+            for thread in worker.threads
+            for key, one in thread.residents.items()
+        }
+        taken = sum((there | self.host.draining).values())
+        charged = self.host.ledger.pools["vram"].in_use_bytes
+        return [f"{taken} bytes are on the device, {charged} by the books"] * (taken > charged)
 
     def _unanswered(self, session: int, worker: Worker) -> list[str]:
         """Rule 5: what a worker waits for is known to the ledger, or on its way."""
@@ -161,6 +179,8 @@ class System:
         if any(mapping.gen == gen for mapping in worker.mappings):
             return True
         if any((gen, lease) in thread.charges for thread in worker.threads):
+            return True
+        if any((gen, lease) == (one.gen, one.lease) for _, one in worker._residents()):
             return True
         return any(isinstance(m, Grant) and m.gen == gen for m in worker.to) or any(
             isinstance(m, Release) and (m.gen, m.lease) == (gen, lease) for m in worker.out

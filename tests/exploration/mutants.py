@@ -23,8 +23,13 @@ from shm_store.errors import Cancelled
 from shm_store.keys import RequestId, generation_id
 from tests.exploration.explore import Explored, explore
 from tests.exploration.host import Host
+from tests.exploration.parts import Resident
+from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 from tests.exploration.worlds import SMALL
+
+
+_free = Turn.free
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,17 @@ class Mutant:
     def applied(self) -> Iterator[None]:
         with patch.object(self.where, self.name, self.instead):
             yield
+
+
+def _stays_though_it_was_asked_for(self: Thread, resident: Resident) -> None:
+    resident.wanted = False
+
+
+def _goes_with_its_process(turn: Turn, generation: Any) -> None:
+    """Take a device's memory for free as soon as its process has ended."""
+    _free(turn, generation)
+    if generation.private and generation.id in turn.ledger.generations:
+        turn.remove(generation)
 
 
 def _ends_with_its_connection(turn: Turn, session: Any) -> None:
@@ -503,6 +519,22 @@ MUTANTS = [
         admission,
         "_waits_for_itself",
         _no,
+    ),
+    Mutant(
+        10,
+        "what a process had on a device is free as soon as that has ended",
+        "three on a device for two, one of which dies there",
+        Turn,
+        "free",
+        _goes_with_its_process,
+    ),
+    Mutant(
+        30,
+        "what was in use on a device when it was asked for stays there",
+        "two take turns on a device, for ever",
+        Thread,
+        "offload",
+        _stays_though_it_was_asked_for,
     ),
     Mutant(
         16,

@@ -47,7 +47,8 @@ class Op:
     """One step of a thread's program.
 
     what: use (claim a module and end that), hold and end (the same in two steps), state and drop
-    (tensors of its own), charge and uncharge, evict, invalidate, limit, pin, unpin, shutdown.
+    (tensors of its own), charge and uncharge, lock and unlock (bring a module to a device, where it
+    stays until it is asked for), evict, invalidate, limit, pin, unpin, shutdown.
     """
 
     what: str
@@ -102,6 +103,16 @@ class Mapping:
     asked: str = ""
     watched: bool = False
     """Tensors that a thread has for itself: their end is told."""
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A module of one thread on a device, by a charge; `wanted`: it leaves once it is unlocked."""
+
+    gen: GenerationId
+    lease: int
+    locked: bool = True
+    wanted: bool = False
 
 
 @dataclass(slots=True, eq=False)

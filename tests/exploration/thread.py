@@ -23,7 +23,7 @@ from shm_store.wire import (
     Reserve,
     Unpin,
 )
-from tests.exploration.parts import FOREVER_S, QUEUE, Mapping, Op, Program
+from tests.exploration.parts import FOREVER_S, QUEUE, Mapping, Op, Program, Resident
 
 if TYPE_CHECKING:
     from tests.exploration.worker import Worker
@@ -35,7 +35,8 @@ class Thread:
 
     Attributes:
         rid, gen, mapping: of the load that it is at.
-        claims: by key; `kept` are tensors of its own, and `charges` private memory.
+        claims: by key; `kept` are tensors of its own, and `charges` private memory; `residents` by
+            key what it has on a device.
     """
 
     worker: Worker
@@ -48,6 +49,7 @@ class Thread:
     claims: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Mapping] = field(default_factory=dict)
     charges: list[tuple[GenerationId, int]] = field(default_factory=list)
+    residents: dict[str, Resident] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -93,7 +95,7 @@ class Thread:
     def end(self) -> None:
         """Its process has died."""
         self.phase, self.mapping, self.gen = "over", None, None
-        self.claims, self.kept, self.charges = {}, {}, []
+        self.claims, self.kept, self.charges, self.residents = {}, {}, [], {}
 
     def land(self) -> None:
         """Let others go on that wait for its load, if it is at one."""
@@ -143,6 +145,15 @@ class Thread:
             case "charge":
                 rid = worker.next_rid()
                 worker.ask(Charge(rid, op.pool, op.key or "p", op.size, FOREVER_S), self)
+            case "lock":
+                self._lock(op)
+            case "unlock":
+                resident = self.residents.get(op.key)
+                if resident is not None:
+                    resident.locked = False
+                    if resident.wanted:
+                        self.offload(resident)
+                self.next()
             case "invalidate":
                 worker.ask(Invalidate(worker.next_rid(), op.key, FOREVER_S), self)
             case "limit":
@@ -174,6 +185,25 @@ class Thread:
                 self.next()
             case what:
                 raise AssertionError(what)
+
+    def _lock(self, op: Op) -> None:
+        resident = self.residents.get(op.key)
+        if resident is None:
+            rid = self.worker.next_rid()
+            self.worker.ask(Charge(rid, op.pool, op.key, op.size, FOREVER_S), self)
+        else:
+            resident.locked = True
+            self.next()
+
+    def locks(self, key: str) -> Op:
+        """Return the op that locks a module, and says how large that is."""
+        return next(op for op in self.program.ops if (op.what, op.key) == ("lock", key))
+
+    def offload(self, resident: Resident) -> None:
+        """Take a module from its device, and give the room back."""
+        key = next(key for key, found in self.residents.items() if found is resident)
+        del self.residents[key]
+        self.worker.send(Release(resident.gen, resident.lease))
 
     def _start_load(self, op: Op) -> None:
         worker = self.worker

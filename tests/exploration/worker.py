@@ -30,7 +30,7 @@ from shm_store.wire import (
     Space,
     Ticket,
 )
-from tests.exploration.parts import Action, Mapping, Op, Request, Violation
+from tests.exploration.parts import Action, Mapping, Op, Request, Resident, Violation
 
 if TYPE_CHECKING:
     from tests.exploration.host import Host
@@ -180,6 +180,10 @@ class Worker:
             thread.charges.append((gen, request.rid))
             self._answered(request, "charged")
             return
+        if thread is not None and thread.op.what == "lock":
+            thread.residents[thread.op.key] = Resident(gen, request.rid)
+            self._answered(request, "charged")
+            return
         mapping = self.table.get(gen)
         if mapping is not None and mapping in self.mappings and self._lives(mapping):
             self._take_over(mapping, request.rid)
@@ -218,9 +222,20 @@ class Worker:
         thread.next()
 
     def _revoke_charge(self, gen: GenerationId, lease: int, asked: str) -> None:
-        """A charge is held by its thread until that is done with it."""
+        """A charge is held by its thread until that is done with it; on a device, while locked."""
+        for thread, resident in self._residents():
+            if (resident.gen, resident.lease) == (gen, lease):
+                resident.wanted = asked == "room" and resident.locked
+                if asked == "room" and not resident.locked:
+                    thread.offload(resident)
+                elif asked:
+                    self.send(Ack(gen, lease, asked, asked == "idle" and not resident.locked))
+                return
         if asked and any((gen, lease) in thread.charges for thread in self.threads):
             self.send(Ack(gen, lease, asked))
+
+    def _residents(self) -> list[tuple[Thread, Resident]]:
+        return [(thread, one) for thread in self.threads for one in thread.residents.values()]
 
     # --- the keeper -------------------------------------------------------------------------------
 
@@ -315,6 +330,9 @@ class Worker:
 
     def do_die(self) -> None:
         self.alive = False
+        for thread, resident in self._residents():
+            key = next(key for key, one in thread.residents.items() if one is resident)
+            self.host.draining[resident.gen] = thread.locks(key).size
         self.to, self.keeper = [], []
         self.table, self.mappings, self.records = {}, [], Records()
         self.requests, self.flights, self.said = {}, {}, []
@@ -384,6 +402,12 @@ class Worker:
                 begun = thread.program.ops[: thread.pc + 1]
                 op = next(op for op in reversed(begun) if op.what == "charge")
                 yield HeldCharge(gen, lease, op.pool, op.key or "p", op.size)
+
+        for thread in self.threads:
+            for key, resident in thread.residents.items():
+                op = thread.locks(key)
+                yield HeldCharge(resident.gen, resident.lease, op.pool, key, op.size)
+                resident.wanted = False
 
     def can_unmapped(self) -> Iterator[Action]:
         if self.alive and self.to and isinstance(self.to[0], Grant):

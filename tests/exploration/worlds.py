@@ -348,6 +348,56 @@ LARGE = [
 """Explored at length by scripts/explore, not in every test run."""
 
 
+def _on_device(key: str, **facts: Any) -> tuple[Op, Op]:
+    """Lock a module on a device that has room for 100 bytes, and unlock it: it stays there."""
+    return op("lock", key, pool="vram", **facts), op("unlock", key)
+
+
+DEVICE = {"ram": 100, "vram": 100}
+
+SMALL += [
+    World(
+        "two take turns on a device, for ever",
+        ((loop(*_on_device("a", size=60)),), (loop(*_on_device("b", size=60)),)),
+        B,
+        limits=DEVICE,
+    ),
+    World(
+        "three on a device for two, one of which dies there",
+        (
+            (once(*_on_device("a", size=60), *_on_device("a", size=60)),),
+            (once(*_on_device("b", size=40)),),
+            (once(*_on_device("b", size=60)),),
+        ),
+        B,
+        limits=DEVICE,
+        slow=frozenset({"free"}),
+        faults={"die": 1},
+    ),
+    World(
+        "a thread locks more than fits, and is refused at the deadline",
+        (
+            (once(op("lock", "a", pool="vram", size=60), *_on_device("b", size=60)),),
+            (once(*_on_device("b", size=40)),),
+        ),
+        B,
+        limits=DEVICE,
+        faults={"deadline": 2, "cancel": 1},
+        stuck=frozenset({(0, 0)}),
+    ),
+    World(
+        "a limit is lowered below what is on a device",
+        (
+            (once(*_on_device("a", size=60), *_on_device("a", size=60)),),
+            (once(op("limit", pool="vram", size=50), op("limit", pool="vram", size=100)),),
+        ),
+        B,
+        limits=DEVICE,
+    ),
+]
+"""Modules that come to a device when they are locked, and stay until somebody lacks the room."""
+
+
 def _crash(name: str, *programs: Any, **facts: Any) -> World:
     """A world whose coordinator dies once, at any moment, and whose workers come back."""
     faults = {"crash": 1, **facts.pop("faults", {})}
@@ -403,6 +453,15 @@ RESTARTS = [
         (once(op("limit", size=90), use("b")),),
         sizes={"a": 50, "b": 60},
         stuck=frozenset({(1, 0)}),
+    ),
+    _crash(
+        "crash: two take turns on a device",
+        (once(*_on_device("a", size=60), *_on_device("a", size=60)),),
+        (once(*_on_device("b", size=60)),),
+        limits=DEVICE,
+        sizes=B,
+        faults={"die": 1},
+        slow=frozenset({"free"}),
     ),
     _crash(
         "crash: charges",

@@ -1,0 +1,221 @@
+"""The tensors of one module as a device has them: what shares memory here shares it there.
+
+Rules
+- Only `.data` is re-pointed: parameters stay the objects that they are, for those who keep them.
+- The bytes on the host stay where they are, and are pointed to again. Nothing is copied back but
+  what was edited meanwhile.
+- What the user replaced meanwhile is his, and is left as it is; on the host, if that is elsewhere.
+
+    Note on edits on the device
+    fact: torch counts changes of a tensor in place, but not those that go through its `.data`
+    consequence: those are not seen, and lost when the module leaves its device
+    choice: the counter; docs/guide.md says how to patch weights so that it survives
+    cost: none
+
+    Note on tensor subclasses
+    fact: a wrapper knows the device of what it wraps from when it was made
+    consequence: to re-point the inner tensors alone would leave it with a wrong one
+    choice: another wrapper of the same kind is made over the tensors on the device, and the two are
+    swapped, as `Module.to` does it; swapped again, the first is back
+    cost: a parameter that something refers to weakly cannot be swapped, and is refused by name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpu_worker.device import Block, Device, Piece
+from gpu_worker.residency import layout, passes
+from shm_store.errors import ArgumentRefused, listed
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Memory on the host that one or more tensors lie in, and where it goes on the device."""
+
+    memory: torch.UntypedStorage
+    offset_bytes: int = 0
+    there: torch.Tensor | None = None
+
+    def bytes(self) -> torch.Tensor:
+        """Return it as bytes, without a copy."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.memory)
+
+
+@dataclass(slots=True)
+class _Moved:
+    """A tensor, what it was on the host, and what it is on the device."""
+
+    name: str
+    tensor: torch.Tensor
+    home: torch.Tensor
+    there: torch.Tensor | None = None
+    version: int = 0
+    swapped: bool = False
+    inner: list[torch.Tensor] = field(default_factory=list)
+
+
+class Placement:
+    """Takes one module to a device and back. Made while it is on the host; used by one thread.
+
+    Attributes:
+        size_bytes: what it takes on the device, in one block.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: Device) -> None:
+        """Look at all parameters and buffers of `module`, non-persistent ones included.
+
+        Raises:
+            ArgumentRefused: some are on the meta device, or have no plain memory.
+        """
+        self._device = device
+        self._storages: dict[int, _Storage] = {}
+        self._moved = [
+            _Moved(name, tensor, tensor.detach())
+            for name, tensor in _unique(module)
+            if tensor.device.type in ("cpu", "meta")
+        ]
+        unfit = [moved.name for moved in self._moved if not all(map(_is_plain, _plain(moved.home)))]
+        if unfit:
+            raise ArgumentRefused(
+                f"{len(unfit)} tensor(s) of the module have no memory that could be moved: "
+                f"{listed(unfit)}",
+                remedy="materialise what is on the meta device, and make sparse tensors dense",
+            )
+        for moved in self._moved:
+            for plain in _plain(moved.home):
+                memory = plain.untyped_storage()
+                if memory.nbytes():
+                    self._storages.setdefault(memory.data_ptr(), _Storage(memory))
+        self._order = list(self._storages.values())
+        offsets, self.size_bytes = layout(storage.memory.nbytes() for storage in self._order)
+        for storage, offset in zip(self._order, offsets, strict=True):
+            storage.offset_bytes = offset
+
+    def steps(self, block: Block) -> Iterator[None]:
+        """Copy everything into `block`, a bounded part at each step."""
+        sizes = [storage.memory.nbytes() for storage in self._order]
+        for batch in passes(sizes):
+            for index, begin, size_bytes in batch:
+                storage = self._order[index]
+                part = storage.bytes()[begin : begin + size_bytes]
+                block.fill(storage.offset_bytes + begin, Piece(part, None, 0, size_bytes))
+            yield
+
+    def point_there(self, block: Block) -> None:
+        """Have every tensor lie in `block`, which has all the bytes."""
+        with torch.inference_mode(False), torch.no_grad():
+            for storage in self._order:
+                storage.there = block.view(storage.offset_bytes, storage.memory.nbytes())
+            for moved in self._moved:
+                moved.there = self._there(moved.home)
+            for moved in self._moved:
+                assert moved.there is not None
+                if _is_wrapper(moved.tensor):
+                    _swap(moved, moved.there)
+                    moved.swapped = True
+                else:
+                    moved.tensor.data = moved.there
+                moved.inner = _plain(moved.tensor)
+                moved.version = _version(moved)
+        for storage in self._order:
+            storage.there = None
+
+    def point_home(self) -> None:
+        """Have every tensor lie on the host again. May be called at any time, more than once."""
+        with torch.inference_mode(False), torch.no_grad():
+            for moved in self._moved:
+                there, moved.there = moved.there, None
+                if there is not None:
+                    self._point_home(moved, there)
+
+    def _point_home(self, moved: _Moved, there: torch.Tensor) -> None:
+        tensor = moved.tensor
+        if moved.swapped:
+            moved.swapped = False
+            if _version(moved) != moved.version:
+                _copy_back(there_now=tensor, home=there)
+            _swap(moved, there)
+        elif tensor.data_ptr() != there.data_ptr() or tensor.dtype != there.dtype:
+            if tensor.device.type != "cpu":  # the user's own, by now
+                tensor.data = tensor.data.cpu()
+        else:
+            if _version(moved) != moved.version:
+                _copy_back(there_now=tensor, home=moved.home)
+            tensor.data = moved.home
+        moved.inner = []
+
+    def _there(self, home: torch.Tensor) -> torch.Tensor:
+        """Return the twin of a tensor on the device, with its strides."""
+        if _is_wrapper(home):
+            names, context = home.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: self._there(getattr(home, name)) for name in names}
+            kind: Any = type(home)
+            twin: torch.Tensor = kind.__tensor_unflatten__(
+                inner, context, home.size(), home.stride()
+            )
+            return twin
+        memory, device = home.untyped_storage(), self._device.torch_device
+        if not memory.nbytes():
+            return torch.empty_strided(home.size(), home.stride(), dtype=home.dtype, device=device)
+        whole = self._storages[memory.data_ptr()].there
+        assert whole is not None
+        empty = torch.empty(0, dtype=home.dtype, device=device)
+        return empty.set_(
+            whole.untyped_storage(), home.storage_offset(), home.size(), home.stride()
+        )
+
+
+def _unique(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer once, under its first name."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor is made of."""
+    if not _is_wrapper(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [plain for name in names for plain in _plain(getattr(tensor, name))]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and not tensor.is_meta
+
+
+def _version(moved: _Moved) -> int:
+    """Return how often a tensor was changed in place, what it wraps included."""
+    own = [] if any(one is moved.tensor for one in moved.inner) else [moved.tensor]
+    return sum(one._version for one in (*own, *moved.inner))
+
+
+def _copy_back(there_now: torch.Tensor, home: torch.Tensor) -> None:
+    """Bring an edit to the host, where it is this process's own."""
+    for changed, kept in zip(_plain(there_now), _plain(home), strict=True):
+        if changed.shape == kept.shape:
+            kept.copy_(changed)
+
+
+def _swap(moved: _Moved, other: torch.Tensor) -> None:
+    """Have the object be `other`, and the other way round."""
+    tensor = moved.tensor
+    if isinstance(tensor, torch.nn.Parameter) and not isinstance(other, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, other)
+    except RuntimeError as error:
+        raise ArgumentRefused(
+            f"{moved.name} cannot be moved: {error}",
+            remedy="keep no weak reference to it, and run no backward pass through it",
+        ) from error
+    moved.there = other

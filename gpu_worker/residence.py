@@ -1,0 +1,239 @@
+"""Where one module is: on the host, and on its device while it is resident there.
+
+A module becomes resident when it is locked, and stays so until it is asked for: by its user, or by
+the coordinator for somebody who lacks room on that device. Nothing of that happens while it is
+locked.
+
+Rules
+- One thread at a time moves it; who needs it there meanwhile waits.
+- Its bytes on the device are charged before they are allocated, and the charge ends when the device
+  has them back: after the last tensor over them, whoever keeps that.
+- `here` is set last and taken back first. Whatever a move leaves half done, by whatever exception,
+  the next one puts right before it begins.
+- It never waits with the table's lock. The load lock comes before that, and is held for one pass.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpu_worker.load_lock import load_lock
+from gpu_worker.request import Charge
+from gpu_worker.waits import steps
+from shm_store.errors import LoadTimeout
+from shm_store.keys import GenerationId, Key
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_worker.client import Client
+    from gpu_worker.counts import Count
+    from gpu_worker.device import Block, Device
+    from gpu_worker.placement import Placement
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    """One thread's move. Its owner sets `over` by a plain store, which nothing keeps from it."""
+
+    over: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A module that is on a device: the bytes it takes there, and whether it is in use."""
+
+    key: Key
+    generation: GenerationId
+    device: str
+    size_bytes: int
+    locked: bool
+
+
+class Residence:
+    """Where one module of a worker is. Thread-safe: guarded by its table's lock.
+
+    Attributes:
+        here: it is on its device, and nobody is about to take it from there.
+        size_bytes: what it takes there, 0 while it is on the host.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        device: Device,
+        client: Client,
+        lock: threading.RLock,
+        locked: Callable[[], bool],
+        count: Count,
+    ) -> None:
+        """Begin on the host.
+
+        Args:
+            lock: the table's.
+            locked: says whether the module is in use; called with that lock.
+            count: where uploads are counted.
+        """
+        self.here = False
+        self.size_bytes = 0
+        self.device = device
+        self._key = key
+        self._client = client
+        self._lock = lock
+        self._locked = locked
+        self._count = count
+        self._move = _Move(over=True)
+        # Of its one module, and only as long as that is there: it has the tensors.
+        self._placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement]
+        self._placements = weakref.WeakKeyDictionary()
+        self._charge: Charge | None = None
+
+    # --- for those who lock it ------------------------------------------------------------------
+
+    def bring(self, module: torch.nn.Module, left_s: float | None) -> None:
+        """Return once the module is on its device. Its caller has locked it.
+
+        Raises:
+            BudgetExceeded: there was no room in time.
+            DeviceOutOfMemory: the device has less than it should.
+            LoadTimeout: another thread builds, or moves this module, for longer than `left_s`.
+            ArgumentRefused: it cannot be moved. In all cases it is on the host, and usable there.
+        """
+        end_s = None if left_s is None else time.monotonic() + left_s
+        started_s = time.monotonic()
+        mine = _Move()
+        try:
+            if not self._begin(mine, end_s):
+                return
+            self._bring(module, end_s, started_s)
+        except BaseException:
+            if self._move is mine:
+                self._withdraw()
+            raise
+        finally:
+            mine.over = True
+            mine.ended.set()
+
+    def _begin(self, mine: _Move, end_s: float | None) -> bool:
+        """Be who moves it; say whether it is to be moved at all."""
+        while True:
+            with self._lock:
+                if self.here:
+                    return False
+                other = self._move
+                if other.over:
+                    self._move = mine
+                    return True
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            for step_s in steps(left_s, os.getpid()):
+                if other.over or other.ended.wait(step_s):
+                    break
+            else:
+                raise LoadTimeout(f"{self._key!r} was not there in time: another thread moves it")
+
+    def _bring(self, module: torch.nn.Module, end_s: float | None, started_s: float) -> None:
+        from gpu_worker.placement import Placement
+
+        self._withdraw()  # what an earlier move may have left
+        placement = self._placements[module] = Placement(module, self.device)
+        size_bytes = self.device.charged_bytes(placement.size_bytes)
+        if placement.size_bytes:
+            block = self._allocate(size_bytes, _left(end_s))
+            room_s = time.monotonic()
+            self._upload(placement, block, end_s)
+            self._count.waited_s += room_s - started_s
+            self._count.moved_s += time.monotonic() - room_s
+            self._count.moved_bytes += placement.size_bytes
+            self._client.leases.count_later()
+        with self._lock:
+            self.size_bytes = size_bytes if placement.size_bytes else 0
+            self.here = True
+
+    def _allocate(self, size_bytes: int, left_s: float | None) -> Block:
+        """Return memory on the device, which is charged until the device has it back."""
+        pool = self.device.pool
+        assert pool is not None
+        charge = self._charge = Charge(residence=weakref.ref(self))
+        try:
+            self._client.charge(charge, self._key, pool, size_bytes, left_s)
+            block = self.device.allocate(size_bytes, charge.gen)
+        except BaseException:
+            self._client.leases.discharge(charge)
+            raise
+        self._client.leases.watch_block(charge, block, self.device)
+        return block
+
+    def _upload(self, placement: Placement, block: Block, end_s: float | None) -> None:
+        todo = placement.steps(block)
+        while True:
+            with load_lock.read(_left(end_s)):
+                if next(todo, _DONE) is _DONE:
+                    break
+        block.finish()
+        with load_lock.read(_left(end_s)):
+            placement.point_there(block)
+
+    # --- for those who need its room ------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could leave now."""
+        with self._lock:
+            return self._move.over and not self._locked()
+
+    def rest(self) -> None:
+        """A lock of it has ended. If that was the last, it leaves if it is to. The lock is held.
+
+        Whoever locks it next then has to ask for room, behind those who wait.
+        """
+        charge = self._charge
+        if charge is not None and charge.asked == "room" and not self._locked():
+            self.here = False
+            self._client.leases.rested(charge)
+
+    def leave(self, left_s: float | None = None) -> bool:
+        """Have the module on the host again, unless it is locked; say whether it is there.
+
+        Raises:
+            LoadTimeout: another thread builds for longer than `left_s`. It stays where it was.
+        """
+        mine = _Move()
+        try:
+            with self._lock:
+                if not self._move.over or self._locked():
+                    return False
+                was_here, self.here = self.here, False
+                self._move = mine
+            try:
+                with load_lock.read(left_s):
+                    self._withdraw()
+            except LoadTimeout:
+                with self._lock:
+                    self.here = was_here
+                raise
+            return True
+        finally:
+            mine.over = True
+            mine.ended.set()
+
+    def _withdraw(self) -> None:
+        """Have every tensor on the host, and let go of what is on the device. May be repeated."""
+        for placement in list(self._placements.values()):
+            placement.point_home()
+        self._placements.clear()
+        self.size_bytes = 0
+        self._charge = None
+
+
+_DONE = object()
+
+
+def _left(end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
