@@ -1,4 +1,4 @@
-"""How people write sizes."""
+"""How people write sizes. Pure."""
 
 from __future__ import annotations
 
