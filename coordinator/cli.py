@@ -87,10 +87,10 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
 def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str | None) -> int:
     """Run a coordinator in the foreground and return its exit code."""
     from coordinator.config import Config
-    from shm_store.sizes import parse_size
     from coordinator.serve import serve
     from shm_store.errors import ArgumentRefused
     from shm_store.paths import SOCKET_VARIABLE, default_socket_path, socket_path
+    from shm_store.sizes import parse_size
 
     budget_bytes = None if ram_budget is None else parse_size(ram_budget)
     leave_after_s = None if leave_after is None else _parse_seconds(LEAVE_OPTION, leave_after)

@@ -212,8 +212,8 @@ def launch(
     second one kills.
     """
     from coordinator import supervisor
-    from shm_store.sizes import parse_size
     from coordinator.plan import Plan
+    from shm_store.sizes import parse_size
 
     plan = Plan(
         command=tuple(command),
@@ -408,8 +408,8 @@ def limit(
     Nothing in use is taken away: what is above the limit goes when it is idle, and until then
     nothing more is let in.
     """
-    from shm_store.sizes import parse_size
     from shm_store.report import size_text
+    from shm_store.sizes import parse_size
 
     limit_bytes = parse_size(size)
     with _operator(socket, "limit") as operator:

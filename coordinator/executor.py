@@ -17,6 +17,7 @@ from typing import Protocol, assert_never
 
 from coordinator import backing, loader
 from coordinator.connection import Connection
+from coordinator.device_memory import given_back
 from coordinator.fd_limit import FOR_SOURCES, REMEDY, described, out_of_fds, require_free
 from coordinator.ledger.events import (
     Back,
@@ -91,6 +92,8 @@ class Executor:
         """What a loader has still to be given, kept though the request that brought it may end."""
         self._starts = Places(loop)
         self._backings = Places(loop)
+        self._devices: set[asyncio.Future[None]] = set()
+        """Waits for devices to have memory back. Nothing is lost with them."""
         self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
         self.store = Store(loop)
@@ -113,7 +116,7 @@ class Executor:
             case Free(gen):
                 self._backings.leave(gen)
                 self._started(gen)
-                self._start(gen, self._free(gen, dict(self._jobs.get(gen, {}))))
+                self._start(gen, self._free(effect, dict(self._jobs.get(gen, {}))))
             case Keep(gen):
                 fd = self.segments.fd(gen)
                 if fd is not None:
@@ -133,6 +136,8 @@ class Executor:
         """End every child, wait for what is under way, and close every segment."""
         self._starts.close()
         self._backings.close()
+        for waiting in list(self._devices):
+            waiting.cancel()
         while jobs := {task: child for work in self._jobs.values() for task, child in work.items()}:
             await _end(jobs)
         for gen in list(self._sources):
@@ -271,9 +276,15 @@ class Executor:
         else:
             self._feed(Sealed(effect.gen))
 
-    async def _free(self, gen: GenerationId, jobs: dict[asyncio.Task[None], Child | None]) -> None:
+    async def _free(self, effect: Free, jobs: dict[asyncio.Task[None], Child | None]) -> None:
         """End what still works on the segment, then give it back. Closing gigabytes takes long."""
+        gen = effect.gen
         await _end(jobs)
+        if effect.device is not None:
+            waiting = asyncio.ensure_future(given_back(effect.device, gen, effect.pid))
+            self._devices.add(waiting)
+            waiting.add_done_callback(self._devices.discard)
+            await waiting
         fd = self.segments.take(gen)
         if fd is not None:
             await self._loop.run_in_executor(None, os.close, fd)

@@ -5,8 +5,8 @@ One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` beg
 
 from __future__ import annotations
 
-from shm_store.sizes import parse_size
 from shm_store.errors import ArgumentRefused, listed
+from shm_store.sizes import parse_size
 
 FILE_LIMIT_BYTES = 64 * 1024
 

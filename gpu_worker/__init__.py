@@ -9,7 +9,10 @@ Importing this is cheap and works anywhere; torch is imported when a worker atta
 """
 
 from gpu_worker.handle import ModelHandle
+
 from gpu_worker.records import EvictCause, Held
+from gpu_worker.reservation import Reservation
+from gpu_worker.residence import Resident
 from gpu_worker.worker import Worker, attach
 from shm_store.errors import (
     ArgumentRefused,
@@ -18,6 +21,9 @@ from shm_store.errors import (
     CallerError,
     ConnectionLost,
     CoordinatorLost,
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    DeviceUnknown,
     Draining,
     FdsExhausted,
     FillFailed,
@@ -52,6 +58,9 @@ __all__ = [
     "CallerError",
     "ConnectionLost",
     "CoordinatorLost",
+    "DeviceOutOfMemory",
+    "DeviceUnavailable",
+    "DeviceUnknown",
     "Draining",
     "EvictCause",
     "FdsExhausted",
@@ -67,6 +76,8 @@ __all__ = [
     "PeerForbidden",
     "PlatformUnsupported",
     "ProtocolViolation",
+    "Reservation",
+    "Resident",
     "ResourceError",
     "SegmentRefused",
     "SourceChanged",
@@ -82,4 +93,5 @@ __all__ = [
     "Worker",
     "WorkerClosed",
     "attach",
+    "constructing",
 ]

@@ -1,4 +1,4 @@
-"""What a worker has done with each model: what people look at to see whether a cache helps. Pure."""
+"""What a worker has done with each model, for people to see whether a cache helps. Pure."""
 
 from __future__ import annotations
 

@@ -27,17 +27,22 @@ from gpu_worker.keeper import Keeper
 from gpu_worker.records import Asked
 from gpu_worker.request import Charge
 from shm_store import wire
-from shm_store.errors import LoadTimeout, WeightCacheError
+from shm_store.errors import DeviceUnavailable, LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId
 from shm_store.report import ModelReport
 from shm_store.wire import Ack, Counts, Declare, HeldCharge, HeldMap, Release, Revoke
 
 if TYPE_CHECKING:
+    from gpu_worker.block import Block, Memory
     from gpu_worker.connection import Connection
+    from gpu_worker.device import Device
     from gpu_worker.mapping import Buffer, Mapping, MappingTable
     from gpu_worker.residence import Residence
 
 FIRST_LOOK_S = 0.1
+FREE_AGAIN_S = 1.0
+"""How long after a device has failed to take memory back it is asked again."""
+
 COUNT_S = 1.0
 """How often the coordinator is told what was counted."""
 
@@ -133,6 +138,8 @@ class Leases:
         self._mappings.after_fork(new_lease, self.keeper.queue)
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
+            if charge.memory is not None:
+                self._watch(charge)
         self._revoked_s, self._counting = {}, False
         self.keeper.go_on()
 
@@ -164,8 +171,11 @@ class Leases:
         return self._mappings is not None and self._mappings.leaving(key)
 
     def discharge(self, charge: Charge) -> None:
-        """Give private memory back, which is free by now. Safe in a finalizer: only enqueues."""
-        self.keeper.queue.put(functools.partial(self._discharge, charge))
+        """Give private memory back, which is free by now. Safe in a finalizer: only enqueues.
+
+        By hand `give_back` is better: what the caller asks for next finds it done.
+        """
+        self.keeper.queue.put(functools.partial(self.give_back, charge))
 
     def declare(self, device: Declare) -> None:
         """Say that this process can use a device, now and on each connection to come."""
@@ -188,8 +198,19 @@ class Leases:
             with self._lock:
                 self._connection.post(Counts(tuple(models[-wire.MODELS_LIMIT :])))
 
+    def watch_block(self, charge: Charge, block: Block, device: Device) -> None:
+        """Have a charge end when the device has its block back: after the last tensor over it."""
+        charge.block_end = functools.partial(self._end_block, charge, block.memory, device)
+        charge.memory = block.memory
+        self._watch(charge)
+
+    def _watch(self, charge: Charge) -> None:
+        assert charge.memory is not None and charge.block_end is not None
+        if not charge.memory.watch(functools.partial(self.keeper.queue.put, charge.block_end)):
+            self.keeper.put(charge.block_end)
+
     def rested(self, charge: Charge) -> None:
-        """Hear that what is on a device by `charge`, and asked for, is not in use. Only enqueues."""
+        """Hear that what is on a device, and asked for, is not in use any more. Only enqueues."""
         self.keeper.put(functools.partial(self._revoked, charge.gen, charge.lease, "room"))
 
     def release(self, gen: GenerationId, lease: LeaseId) -> None:
@@ -262,7 +283,19 @@ class Leases:
             self._connection.post(Release(ended.gen, self._mappings.forget(ended)))
         self._unused()
 
-    def _discharge(self, charge: Charge) -> None:
+    def _end_block(self, charge: Charge, memory: Memory, device: Device) -> None:
+        """Give memory back to a device that no tensor uses any more, then the charge for it."""
+        try:
+            memory.free()
+            device.release_cached()
+        except DeviceUnavailable:
+            assert charge.block_end is not None
+            self.keeper.put_at(time.monotonic() + FREE_AGAIN_S, charge.block_end)
+            raise
+        self.give_back(charge)
+
+    def give_back(self, charge: Charge) -> None:
+        """Give private memory back, which is free by now, before anything that is asked later."""
         with self._lock:
             charge.over = True
             if self._charges.pop(charge.gen, None) is not None:

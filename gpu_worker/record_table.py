@@ -32,11 +32,12 @@ from gpu_worker.keeper import Keeper
 from gpu_worker.leases import Seen
 from gpu_worker.loaded import Loaded
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
-from gpu_worker.residence import Residence, Resident
 from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
+from gpu_worker.refusal import name_holders
 from gpu_worker.request import Ask, Charge, Progress
+from gpu_worker.residence import Residence, Resident
 from gpu_worker.waits import refuse_fork
-from shm_store.errors import CallerError, WorkerClosed, listed
+from shm_store.errors import BudgetExceeded, CallerError, WorkerClosed, listed
 from shm_store.keys import GenerationId, Key
 from shm_store.report import ModelReport
 
@@ -273,7 +274,11 @@ class RecordTable:
         assert module is not None  # what is claimed is kept
         if residence is not None and not residence.here:
             self.check_caller(waits=True)
-            residence.bring(module, timeout_s)
+            try:
+                residence.bring(module, timeout_s)
+            except BudgetExceeded as error:
+                name_holders(error)
+                raise
         return module
 
     def unlock(self, lock: LockId) -> None:
@@ -288,7 +293,7 @@ class RecordTable:
         return gone
 
     def _rest(self, record: Record[Loaded]) -> None:
-        """A lock of a record has ended: it leaves its device if that was asked. The lock is held."""
+        """A lock of a record has ended: it leaves its device if it is to. The lock is held."""
         residence = record.module.residence
         if residence is not None:
             residence.rest()

@@ -22,6 +22,7 @@ from shm_store.wire import AnyMessage, Done, Filling, Flushed, Space, Ticket
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.block import Memory
     from gpu_worker.mapping import Buffer
     from gpu_worker.residence import Residence
 
@@ -65,6 +66,7 @@ class Charge:
 
     Attributes:
         residence: what is on a device by it, and can leave that; see there.
+        memory: the device's, for which it is; `block_end` gives both back.
         fixed: it is never asked for.
         key, pool, size_bytes: what it was asked for as.
         gen, lease: what the coordinator calls it, once it was granted.
@@ -74,6 +76,8 @@ class Charge:
     """
 
     residence: Callable[[], Residence | None] | None = None
+    memory: Memory | None = None
+    block_end: Callable[[], object] | None = None
     fixed: bool = False
     key: Key = _NO_KEY
     pool: str = ""

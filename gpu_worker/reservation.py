@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from gpu_worker.client import Client
-from gpu_worker.device import Device
 from gpu_worker.request import Charge
 from shm_store.errors import ArgumentRefused
 from shm_store.keys import Key
+
+if TYPE_CHECKING:
+    from gpu_worker.device import Device
 
 
 class Reservation:
@@ -36,19 +38,21 @@ class Reservation:
                 remedy="attach with the device that you take memory of",
             )
         self.size_bytes = device.charged_bytes(size_bytes)
-        charge = Charge(fixed=True)
+        charge = self._charge = Charge(fixed=True)
+        self._leases = client.leases
         # Before it is asked for: whatever comes, it is given back.
         self._end = weakref.finalize(self, client.leases.discharge, charge)
         self._end.atexit = False
         try:
             client.charge(charge, key, device.pool, self.size_bytes, timeout_s)
         except BaseException:
-            self._end()
+            self.close()
             raise
 
     def close(self) -> None:
         """Give the room back. May be called again."""
-        self._end()
+        self._leases.give_back(self._charge)
+        self._end.detach()
 
     def __enter__(self) -> Self:
         return self

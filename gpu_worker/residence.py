@@ -161,13 +161,18 @@ class Residence:
         pool = self.device.pool
         assert pool is not None
         charge = self._charge = Charge(residence=weakref.ref(self))
+        block: Block | None = None
         try:
             self._client.charge(charge, self._key, pool, size_bytes, left_s)
             block = self.device.allocate(size_bytes, charge.gen)
+            self._client.leases.watch_block(charge, block, self.device)
         except BaseException:
-            self._client.leases.discharge(charge)
+            if charge.memory is None:
+                if block is not None:
+                    block.free()
+                self.device.release_cached()
+                self._client.leases.discharge(charge)
             raise
-        self._client.leases.watch_block(charge, block, self.device)
         return block
 
     def _upload(self, placement: Placement, block: Block, end_s: float | None) -> None:

@@ -41,9 +41,7 @@ def passes(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield batch
 
 
-def partial(
-    parts: Sequence[tuple[str, int]], room_bytes: int
-) -> tuple[frozenset[str], int] | None:
+def partial(parts: Sequence[tuple[str, int]], room_bytes: int) -> tuple[frozenset[str], int] | None:
     """Choose what of a module stays on a device that is too small for all of it.
 
     In module order, so that the part which is brought for each use is one stretch at its end. The

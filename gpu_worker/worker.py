@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Self
 from gpu_worker import arguments, registry
 from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
-from gpu_worker.device import Device, device_named
 from gpu_worker.handle import ModelHandle
 from gpu_worker.record_table import RecordTable, Wish
 from gpu_worker.records import ClaimId, Held
@@ -42,6 +41,8 @@ from shm_store.wire import TIMEOUT_LIMIT_S
 
 if TYPE_CHECKING:
     import torch
+
+    from gpu_worker.device import Device
 
 logger = logging.getLogger("gpu_worker")
 
@@ -122,6 +123,8 @@ def attach(
     working_bytes = (
         None if working_memory is None else arguments.size_bytes("working_memory", working_memory)
     )
+    from gpu_worker.device import device_named  # which imports torch
+
     where = device_named(device)
     if where.pool is None and (budget_bytes or working_bytes):
         raise ArgumentRefused(
@@ -294,6 +297,8 @@ class Worker:
         arguments.callback("progress", progress)
         arguments.check_flag("train", train)
         arguments.check_private(private, build)
+        from gpu_worker.device import device_named
+
         where = self._device if device is None else device_named(device)
         if where.name not in ("cpu", self._device.name):
             raise ArgumentRefused(

@@ -424,7 +424,9 @@ class Fetch(Message, frozen=True):
 
 
 Held = HeldMap | HeldFill | HeldCharge | Declare
-FromWorker = Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+FromWorker = (
+    Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+)
 FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort
 FromSession = FromWorker | FromOperator

@@ -107,7 +107,8 @@ def _said(turn: Turn, event: Said) -> None:
     message = event.message
     if session is None:
         return
-    if not isinstance(message, Cancel | Reserve | Commit | Abort | Release | Ack | Declare | Counts):
+    unnumbered = Cancel | Reserve | Commit | Abort | Release | Ack | Declare | Counts
+    if not isinstance(message, unnumbered):
         if message.rid <= session.last_rid:
             return
         session.last_rid = message.rid

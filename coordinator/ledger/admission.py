@@ -6,6 +6,8 @@ lookup without a claim: `seat` grants, attaches, or opens in one step.
 
 from __future__ import annotations
 
+import shlex
+
 from coordinator.ledger.events import Back, StartLoader
 from coordinator.ledger.eviction import doubtful, revocable, victims
 from coordinator.ledger.report import generation_report, silent_text
@@ -414,10 +416,12 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     free = f"pool {pool.name!r} has {size_text(pool.free_bytes)} free of"
     if never:
         free = f"that is more than all of pool {pool.name!r},"
+    raised = f"raise the limit: `weight-cache limit {shlex.quote(pool.name)} SIZE`"
+    freed = "unlock models there, or let go of them (`weight-cache status`), or "
     return BudgetExceeded(
         f"{generation.key!r} needs {size_text(generation.size_bytes)}; {free} "
         f"{size_text(pool.limit_bytes)}{behind}",
-        remedy=f"raise the limit: `weight-cache limit {pool.name} SIZE`" if never else None,
+        remedy=raised if never else None if pool.name == RAM else freed + raised,
         needed_bytes=generation.size_bytes,
         free_bytes=pool.free_bytes,
         possible_bytes=possible_bytes(ledger, generation),

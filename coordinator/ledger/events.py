@@ -230,11 +230,13 @@ class Seal:
 class Free:
     """End the loader and the backing child of `gen`, if any; close its segment. Answer Freed.
 
-    With `device` it is memory there of a process that ended: answer once the device has it back.
+    With `device` it is memory there of process `pid`, which ended: answer once the device has it
+    back.
     """
 
     gen: GenerationId
     device: str | None = None
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

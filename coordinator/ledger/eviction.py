@@ -93,7 +93,7 @@ def doubtful(generation: Generation, head: Generation | None, now_s: float) -> l
 
 
 def _needed(chosen: list[Generation], lacking: int) -> list[Generation]:
-    """Return those of `chosen` that are left once what is not needed is taken out, first ones first."""
+    """Return what is left of `chosen` once those that are not needed are out, first ones first."""
     spare = sum(generation.size_bytes for generation in chosen) - lacking
     needed = []
     for generation in chosen:

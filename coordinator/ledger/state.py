@@ -50,7 +50,7 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.READY: {
         State.RETIRED: "successor sealed, invalidated or draining, while leased",
-        State.FREEING: "the same without a lease; room needed, evicted; a device's, its process ended",
+        State.FREEING: "the same without a lease; room needed, evicted; a device's, holder ended",
     },
     State.RETIRED: {State.FREEING: "last lease ended"},
     State.FREEING: {State.READY: "a device's, and a forked child states it"},

@@ -128,7 +128,9 @@ class Turn:
             return
         generation.idle_s = self.now_s
         if generation.private and died and generation.pool != RAM:
-            self.free(generation)
+            self.move(generation, State.FREEING)
+            pid = self.ledger.sessions[session].pid
+            self.do(Free(generation.id, generation.pool, pid))
         elif generation.private:
             self.remove(generation)
         elif generation.state is State.RETIRED:
@@ -250,7 +252,7 @@ class Turn:
             self.remove(generation)
             return
         self.move(generation, State.FREEING)
-        self.do(Free(generation.id, generation.pool if generation.private else None))
+        self.do(Free(generation.id))
 
     def remove(self, generation: Generation) -> None:
         """Take a generation off the table: FREED, private and ended, or never charged."""

@@ -159,7 +159,7 @@ class TestDeath:
         gen, _ = on_device(world, 1, 60)
         rid = charge(world, 2, 60)
         world.end(1)
-        assert world.done(Free) == [Free(gen, GPU)]
+        assert world.done(Free) == [Free(gen, GPU, 1001)]
         assert world.state(gen) is State.FREEING and world.answer(2, rid) is None
         world.freed(gen)
         assert isinstance(world.answer(2, rid), Grant)

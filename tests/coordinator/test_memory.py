@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.backing import cgroup_headroom_bytes, host_headroom_bytes, memory_cgroups
 from coordinator.memory import default_ram_budget_bytes, usable_bytes
-from shm_store.sizes import parse_size
 from shm_store.errors import ArgumentRefused
+from shm_store.sizes import parse_size
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -28,8 +28,7 @@ from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 from tests.exploration.worlds import SMALL
 
-
-_free = Turn.free
+_end_lease = Turn.end_lease
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ def _stays_though_it_was_asked_for(self: Thread, resident: Resident) -> None:
     resident.wanted = False
 
 
-def _goes_with_its_process(turn: Turn, generation: Any) -> None:
+def _goes_with_its_process(
+    turn: Turn, session: Any, generation: Any, *, died: bool = False
+) -> None:
     """Take a device's memory for free as soon as its process has ended."""
-    _free(turn, generation)
-    if generation.private and generation.id in turn.ledger.generations:
-        turn.remove(generation)
+    _end_lease(turn, session, generation)
 
 
 def _ends_with_its_connection(turn: Turn, session: Any) -> None:
@@ -525,7 +524,7 @@ MUTANTS = [
         "what a process had on a device is free as soon as that has ended",
         "three on a device for two, one of which dies there",
         Turn,
-        "free",
+        "end_lease",
         _goes_with_its_process,
     ),
     Mutant(

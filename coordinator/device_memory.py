@@ -1,0 +1,66 @@
+"""Whether a device has the memory back that a process had there which ended.
+
+The coordinator loads no driver: a simulated device's memory the kernel knows, and of GPUs another
+program tells. Where nobody can tell, the end of the process has to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import subprocess
+
+from shm_store.keys import GenerationId
+from shm_store.memfds import has_block
+
+log = logging.getLogger("coordinator")
+
+SIMULATED = "vram:sim-"
+FIRST_LOOK_S = 0.005
+LONGEST_LOOK_S = 1.0
+PATIENCE_S = 30.0
+"""How long a GPU may take. Its driver frees what a process had within seconds of its end."""
+
+QUERY = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
+QUERY_TIMEOUT_S = 10.0
+
+
+async def given_back(device: str, gen: GenerationId, pid: int) -> None:
+    """Return once a device has the memory back that process `pid` had there for `gen`.
+
+    That takes as long as somebody else has it, such as a child that was forked and not attached.
+    Of a GPU no longer than PATIENCE_S.
+    """
+    loop = asyncio.get_running_loop()
+    end_s, pause_s = loop.time() + PATIENCE_S, FIRST_LOOK_S
+    simulated = device.startswith(SIMULATED)
+    while simulated or loop.time() < end_s:
+        look = (has_block, gen) if simulated else (_on_gpu, device, pid)
+        if not await loop.run_in_executor(None, *look):
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+
+
+def _on_gpu(device: str, pid: int) -> bool:
+    """Say whether the driver still knows of a process on a GPU."""
+    program = shutil.which(QUERY[0])
+    if program is None:
+        return False
+    try:
+        said = subprocess.run(
+            (program, *QUERY[1:]),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s does not say what is on %s: %s", program, device, error)
+        return False
+    uuid = device.partition(":")[2].removeprefix("GPU-")
+    return any(
+        line.partition(",")[0].strip() == str(pid) and uuid in line
+        for line in said.stdout.splitlines()
+    )

@@ -1,0 +1,393 @@
+"""Modules that come to a device when they are locked, stay there, and make room for others."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import gpu_worker
+from gpu_worker.load_lock import load_lock
+from gpu_worker.sim_device import Faults, tell
+from shm_store.errors import (
+    ArgumentRefused,
+    BudgetExceeded,
+    DeviceUnavailable,
+    LoadTimeout,
+    WorkerClosed,
+)
+from shm_store.wire import Done, Limit
+from tests.gpu_worker.on_device import MIB, charged, matrix, new_device, skeleton, taken
+from tests.gpu_worker.served import WAIT_S, wait_until
+
+SIDE = 512
+MODEL_BYTES = SIDE * SIDE * 4 + 4096
+"""What `matrix(SIDE)` takes on a device: its bias has a page of its own."""
+
+
+@pytest.fixture
+def device() -> str:
+    return new_device()
+
+
+@pytest.fixture
+def worker(served, device) -> Iterator[gpu_worker.Worker]:
+    """Room for two of `matrix(SIDE)`, and a half."""
+    made = gpu_worker.attach(served.socket, device=device, vram_budget=5 * MIB // 2)
+    yield made
+    made.shutdown()
+
+
+def load(
+    worker: gpu_worker.Worker, key: str, value: float = 1.0, **facts
+) -> gpu_worker.ModelHandle:
+    return worker.load(key, skeleton=skeleton(SIDE), build=matrix(SIDE, value), **facts)
+
+
+def keys(worker: gpu_worker.Worker) -> set[str]:
+    return {resident.key for resident in worker.resident()}
+
+
+def agree(worker, operator, device) -> int:
+    """Return what is on the device, of which books and kernel say the same."""
+    worker.flush()
+    gc.collect()
+    worker.flush()
+    assert charged(operator, device) == taken(device)
+    return taken(device)
+
+
+class TestLock:
+    def test_a_locked_module_is_there_and_stays_when_it_is_unlocked(self, worker, operator, device):
+        handle = load(worker, "lock", 2.0)
+        home = None
+        with handle as module:
+            there = module.weight.data_ptr()
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+            assert agree(worker, operator, device) == MODEL_BYTES
+        assert module.weight.data_ptr() == there and keys(worker) == {"lock"}
+        with handle as module:
+            assert module.weight.data_ptr() == there, "nothing was moved again"
+        assert worker.offload("lock") and keys(worker) == set()
+        home = module.weight.data_ptr()
+        assert home != there
+        assert agree(worker, operator, device) == 0
+        with handle as module:
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+        assert worker.offload("lock") and module.weight.data_ptr() == home, "the same host bytes"
+
+    def test_what_is_locked_is_not_taken_away(self, worker, device):
+        with load(worker, "held"):
+            assert not worker.offload("held")
+            assert worker.offload_all() == ("held",)
+            assert worker.resident()[0].locked
+        assert worker.offload("held") and not worker.offload("nothing")
+
+    def test_parameters_stay_the_objects_they_are(self, worker):
+        with load(worker, "objects") as module:
+            weight = module.weight
+        worker.offload("objects")
+        assert module.weight is weight
+
+    def test_several_threads_bring_it_once(self, worker, device):
+        handle = load(worker, "many")
+        slow = Faults(slow_s=WAIT_S)
+        tell(device, slow)
+        places = []
+
+        def lock() -> None:
+            with handle as module:
+                places.append(module.weight.data_ptr())
+
+        threads = [threading.Thread(target=lock) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert slow.begun.wait(WAIT_S)
+        slow.go_on.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert len(places) == 3 and len(set(places)) == 1
+        (model,) = [model for model in worker._table.counted() if model.key == "many"]
+        assert model.moved_bytes == SIDE * SIDE * 4 + SIDE * 4
+
+    def test_a_module_without_tensors_needs_no_room(self, worker, operator, device):
+        with worker.use("none", skeleton=torch.nn.ReLU, build=dict) as module:
+            assert (module(torch.ones(2)) == 1).all() and worker.resident() == ()
+        assert agree(worker, operator, device) == 0
+
+    def test_one_model_may_stay_on_the_host(self, worker, operator, device):
+        with load(worker, "host", device="cpu"):
+            assert worker.resident() == ()
+        with pytest.raises(ArgumentRefused, match="loaded for device 'cpu'"):
+            load(worker, "host", device=device)
+        with pytest.raises(ArgumentRefused, match="is not the worker's"):
+            load(worker, "host", device=new_device())
+        assert agree(worker, operator, device) == 0
+
+    def test_private_weights_come_too(self, worker, operator, device):
+        with load(worker, "own", 3.0, private=True) as module:
+            assert (module(torch.ones(1, SIDE)) == 3.0 * SIDE + 3.0).all()
+            assert agree(worker, operator, device) == MODEL_BYTES
+
+
+class TestRoom:
+    def test_an_idle_one_leaves_for_one_that_is_locked(self, worker, operator, device):
+        handles = [load(worker, f"room-{number}") for number in range(3)]
+        for number, handle in enumerate(handles):
+            with handle:
+                assert f"room-{number}" in keys(worker)
+                assert taken(device) <= 5 * MIB // 2
+        assert len(keys(worker)) == 2
+        assert agree(worker, operator, device) == 2 * MODEL_BYTES
+
+    def test_the_smallest_that_suffices_leaves(self, worker):
+        small = worker.load("small", skeleton=skeleton(128), build=matrix(128))
+        large = load(worker, "large")
+        with large, small:
+            pass
+        with worker.use("middle", skeleton=skeleton(384), build=matrix(384)):
+            assert keys(worker) == {"large", "small", "middle"}
+        with load(worker, "other"):
+            assert keys(worker) == {"large", "small", "other"}, "the small one alone is too little"
+
+    def test_handles_that_were_not_entered_keep_their_records(self, worker):
+        """S8: a claim is not a lock; what it is on may leave the device, and is not evicted."""
+        x, y = load(worker, "x", 1.0), load(worker, "y", 2.0)
+        with load(worker, "z"), load(worker, "z2"):
+            pass
+        for handle, value in ((x, 1.0), (y, 2.0)):
+            with handle as module:
+                assert (module(torch.ones(1, SIDE)) == value * SIDE + value).all()
+
+    def test_what_is_in_use_leaves_when_it_is_unlocked(self, worker):
+        first, second, third = (load(worker, key) for key in ("first", "second", "third"))
+        entered, leave, done = threading.Event(), threading.Event(), threading.Event()
+
+        def use_both() -> None:
+            with first, second:
+                entered.set()
+                assert leave.wait(WAIT_S)
+
+        def use_third() -> None:
+            with third:
+                done.set()
+
+        threads = [threading.Thread(target=use_both), threading.Thread(target=use_third)]
+        threads[0].start()
+        assert entered.wait(WAIT_S)
+        threads[1].start()
+        wait_until(
+            lambda: any(
+                charge.asked == "room" for charge in worker._client.leases._charges.values()
+            )
+        )
+        assert not done.is_set()
+        leave.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert done.is_set() and "third" in keys(worker)
+
+    def test_without_room_in_time_it_says_who_has_it(self, worker, operator, device):
+        with load(worker, "a"), load(worker, "b"):
+            handle = load(worker, "c", timeout=0.2)
+            with pytest.raises(BudgetExceeded, match=r"vram:sim-.*held by") as refused, handle:
+                pass
+            assert {holder.key for holder in refused.value.holders} == {"a", "b"}
+        with handle:  # as before
+            pass
+
+    def test_what_could_never_fit_is_refused_at_once(self, worker):
+        handle = worker.load("huge", skeleton=skeleton(1024), build=matrix(1024))
+        with pytest.raises(BudgetExceeded, match="more than all of pool"), handle:
+            pass
+
+    def test_a_tensor_that_somebody_keeps_keeps_its_memory_charged(self, worker, operator, device):
+        with load(worker, "kept") as module:
+            kept = module.weight.detach()
+        assert worker.offload("kept")
+        assert agree(worker, operator, device) == MODEL_BYTES
+        assert (kept == 1.0).all()
+        del kept
+        assert agree(worker, operator, device) == 0
+
+    def test_it_leaves_with_its_record(self, worker, operator, device):
+        handle = load(worker, "gone")
+        with handle:
+            assert not worker.evict("gone")
+        assert agree(worker, operator, device) == MODEL_BYTES
+        handle.close()
+        assert agree(worker, operator, device) == 0
+
+    def test_a_lower_limit_takes_what_is_idle(self, worker, operator, device):
+        with load(worker, "idle"):
+            pass
+        pool = f"vram:sim-{device.partition(':')[2]}"
+        operator.send(Limit(operator.next_rid(), pool, 1))
+        operator.expect(Done)
+        wait_until(lambda: not worker.resident())
+        assert agree(worker, operator, device) == 0
+
+
+class TestByHand:
+    def test_all_leave_but_those_that_are_kept(self, worker):
+        with load(worker, "a"), load(worker, "b"):
+            pass
+        assert worker.offload_all(keep=["a"]) == () and keys(worker) == {"a"}
+        with pytest.raises(ArgumentRefused, match="several keys"):
+            worker.offload_all(keep="a")
+
+    def test_a_session_gives_the_device_back(self, worker, operator, device):
+        with pytest.raises(ZeroDivisionError), worker.session(), load(worker, "a"):
+            raise ZeroDivisionError
+        assert agree(worker, operator, device) == 0
+
+    def test_a_reservation_keeps_models_away(self, worker, operator, device):
+        with load(worker, "a"), load(worker, "b"):
+            pass
+        with worker.reserve("1MiB") as reserved:
+            assert reserved.size_bytes == MIB and len(keys(worker)) == 1
+            handle = load(worker, "c")
+            with handle:
+                assert keys(worker) == {"c"}
+            with pytest.raises(BudgetExceeded, match="has reserved"):
+                worker.reserve("2MiB")
+        with handle, load(worker, "b"):
+            pass
+
+    def test_room_that_was_made_is_not_kept(self, worker, operator, device):
+        with load(worker, "a"), load(worker, "b"):
+            pass
+        worker.make_room("2MiB")
+        assert agree(worker, operator, device) == 0
+        with pytest.raises(BudgetExceeded):
+            worker.make_room("3MiB")
+
+    def test_working_memory_is_kept_free_as_long_as_the_worker_is_there(self, served, operator):
+        device = new_device()
+        worker = gpu_worker.attach(
+            served.socket, device=device, vram_budget="2MiB", working_memory="1MiB"
+        )
+        assert charged(operator, device) == MIB
+        handle = load(worker, "a")
+        with pytest.raises(BudgetExceeded, match=r"1\.0 MiB is what its own process"), handle:
+            pass
+        worker.shutdown()
+        wait_until(lambda: charged(operator, device) == 0)
+        with pytest.raises(WorkerClosed):
+            worker.reserve(1)
+
+    def test_a_device_without_memory_of_its_own_has_none_to_give(self, served):
+        for what in ({"vram_budget": 1}, {"working_memory": "1GiB"}):
+            with pytest.raises(ArgumentRefused, match="no memory of its own"):
+                gpu_worker.attach(served.socket, **what)
+        with gpu_worker.attach(served.socket) as worker:
+            with pytest.raises(ArgumentRefused, match="no memory of its own"):
+                worker.reserve(1)
+            assert worker.offload_all() == () and worker.resident() == ()
+
+
+class TestFailure:
+    @pytest.mark.parametrize("what", [{"fail_fill": 1}, {"fail_finish": 1}])
+    def test_an_upload_that_fails_leaves_all_as_it_was(self, worker, operator, device, what):
+        """S32."""
+        handle = load(worker, "fails", 2.0)
+        tell(device, Faults(**what))
+        with pytest.raises(DeviceUnavailable, match="as it was told to"), handle:
+            pass
+        assert worker.resident() == () and not worker._table._records._locks
+        assert agree(worker, operator, device) == 0
+        with load_lock.read(0.0):
+            pass
+        tell(device, Faults())
+        with handle as module:
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+
+    def test_a_device_that_is_fragmented_has_no_block(self, worker, operator, device):
+        tell(device, Faults(largest_block_bytes=MIB))
+        handle = load(worker, "fragmented")
+        with pytest.raises(gpu_worker.DeviceOutOfMemory, match="pieces"), handle:
+            pass
+        assert agree(worker, operator, device) == 0
+
+    def test_memory_that_the_device_does_not_take_back_stays_charged(
+        self, worker, operator, device
+    ):
+        with load(worker, "stuck"):
+            pass
+        tell(device, Faults(fail_free=1))
+        worker.offload("stuck")
+        wait_until(lambda: charged(operator, device) == 0)
+        assert agree(worker, operator, device) == 0
+
+    def test_a_detached_record_disturbs_nobody_at_its_last_unlock(self, worker, operator, device):
+        """S4."""
+        old = load(worker, "again", 1.0)
+        old.__enter__()
+        worker.evict("again")
+        new = load(worker, "again", 2.0, version="2")
+        with new as module:
+            old.__exit__(None, None, None)
+            old.close()
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+            assert keys(worker) == {"again"}
+            assert agree(worker, operator, device) == MODEL_BYTES
+
+    def test_a_construction_that_takes_long_ends_a_wait_in_time(self, worker):
+        handle = load(worker, "waits", timeout=0.1)
+        with gpu_worker.constructing():
+            outcome: list[BaseException] = []
+
+            def lock() -> None:
+                try:
+                    with handle:
+                        pass
+                except BaseException as error:
+                    outcome.append(error)
+
+            thread = threading.Thread(target=lock)
+            thread.start()
+            thread.join(WAIT_S)
+        assert isinstance(outcome[0], LoadTimeout)
+        with handle:
+            pass
+
+
+class TestConstruction:
+    """S27: a move and a construction under accelerate's patch never overlap."""
+
+    def test_whoever_asks_waits_for_it_and_nothing_is_ever_on_meta(self, worker, operator, device):
+        from accelerate import init_empty_weights
+
+        handle = load(worker, "moves")
+        with handle:
+            pass
+        offloads = {
+            "by hand": lambda: worker.offload("moves"),
+            "all": worker.offload_all,
+            "to make room": lambda: worker.make_room("2.5MiB"),
+        }
+        for name, offload in offloads.items():
+            with handle:
+                pass
+            begun = threading.Event()
+
+            def act(offload=offload, begun=begun) -> None:
+                begun.set()
+                offload()
+
+            with gpu_worker.constructing(), init_empty_weights(include_buffers=True):
+                thread = threading.Thread(target=act)
+                thread.start()
+                assert begun.wait(WAIT_S)
+                thread.join(0.05)
+                assert thread.is_alive(), name
+                empty = torch.nn.Linear(3, 3)
+                assert empty.weight.is_meta and keys(worker) == {"moves"}
+            thread.join(WAIT_S)
+            assert keys(worker) == set(), name
+            with handle as module:
+                assert not any(parameter.is_meta for parameter in module.parameters())
+                assert (module(torch.ones(1, SIDE)) == SIDE + 1.0).all()
