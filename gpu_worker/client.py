@@ -35,6 +35,7 @@ from gpu_worker.session import Session
 from gpu_worker.waits import refuse_fork, steps
 from shm_store import wire
 from shm_store.errors import (
+    BudgetExceeded,
     CallerError,
     InvalidateIncomplete,
     LoadTimeout,
@@ -47,6 +48,7 @@ from shm_store.keys import Key
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.source import open_source
 from shm_store.wire import (
+    SIZE_LIMIT_BYTES,
     TIMEOUT_LIMIT_S,
     VERSION,
     Acquire,
@@ -76,6 +78,9 @@ GRACE_S = 0.25
 HANDSHAKE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0
 SOURCE_NAME_LIMIT = 4096
+POSSIBLE_TIMEOUT_S = 10.0
+
+_NOBODYS = Key("possible")
 
 
 class Client:
@@ -227,6 +232,20 @@ class Client:
         except BaseException:
             self._session.give_up(request)
             raise
+
+    def possible_bytes(self, pool: str) -> int:
+        """Return the most that this process could have in a pool, as things are.
+
+        It is what the refusal of a CHARGE says that never could be met.
+
+        Raises:
+            CoordinatorLost: nobody answers.
+        """
+        try:
+            self.charge(Charge(), _NOBODYS, pool, SIZE_LIMIT_BYTES, POSSIBLE_TIMEOUT_S)
+        except BudgetExceeded as refusal:
+            return refusal.possible_bytes
+        raise ProtocolViolation(f"pool {pool!r} has room for anything")
 
     def declare(self, pool: str, limit_bytes: int, *, budgeted: bool) -> None:
         """Say how much of a device's memory this process may use. Not answered."""

@@ -29,8 +29,10 @@ from typing import Any
 import torch
 
 from gpu_worker.device import Block, Device, Piece
-from gpu_worker.residency import layout, passes
-from shm_store.errors import ArgumentRefused, listed
+from gpu_worker.residency import Plan, layout, partial, passes
+from gpu_worker.streaming import Streaming
+from shm_store.errors import ArgumentRefused, DeviceOutOfMemory, listed
+from shm_store.report import size_text
 
 
 @dataclass(slots=True)
@@ -58,43 +60,30 @@ class _Moved:
     swapped: bool = False
     inner: list[torch.Tensor] = field(default_factory=list)
 
+    def memories(self) -> list[torch.UntypedStorage]:
+        """Return the memory on the host that it lies in, where there is some."""
+        plain = [one.untyped_storage() for one in _plain(self.home)]
+        return [memory for memory in plain if memory.nbytes()]
 
-class Placement:
-    """Takes one module to a device and back. Made while it is on the host; used by one thread.
+
+class Group:
+    """Tensors that go to a device together, and the memory they lie in.
 
     Attributes:
-        size_bytes: what it takes on the device, in one block.
+        size_bytes: what they take there, from `offset_bytes` of a block on.
     """
 
-    def __init__(self, module: torch.nn.Module, device: Device) -> None:
-        """Look at all parameters and buffers of `module`, non-persistent ones included.
-
-        Raises:
-            ArgumentRefused: some are on the meta device, or have no plain memory.
-        """
+    def __init__(self, device: Device, moved: list[_Moved], offset_bytes: int = 0) -> None:
         self._device = device
-        self._storages: dict[int, _Storage] = {}
-        self._moved = [
-            _Moved(name, tensor, tensor.detach())
-            for name, tensor in _unique(module)
-            if tensor.device.type in ("cpu", "meta")
-        ]
-        unfit = [moved.name for moved in self._moved if not all(map(_is_plain, _plain(moved.home)))]
-        if unfit:
-            raise ArgumentRefused(
-                f"{len(unfit)} tensor(s) of the module have no memory that could be moved: "
-                f"{listed(unfit)}",
-                remedy="materialise what is on the meta device, and make sparse tensors dense",
-            )
-        for moved in self._moved:
-            for plain in _plain(moved.home):
-                memory = plain.untyped_storage()
-                if memory.nbytes():
-                    self._storages.setdefault(memory.data_ptr(), _Storage(memory))
+        self._moved = moved
+        self._storages = {
+            memory.data_ptr(): _Storage(memory) for one in moved for memory in one.memories()
+        }
         self._order = list(self._storages.values())
-        offsets, self.size_bytes = layout(storage.memory.nbytes() for storage in self._order)
+        sizes = [storage.memory.nbytes() for storage in self._order]
+        offsets, self.size_bytes = layout(sizes)
         for storage, offset in zip(self._order, offsets, strict=True):
-            storage.offset_bytes = offset
+            storage.offset_bytes = offset_bytes + offset
 
     def steps(self, block: Block) -> Iterator[None]:
         """Copy everything into `block`, a bounded part at each step."""
@@ -168,6 +157,125 @@ class Placement:
         return empty.set_(
             whole.untyped_storage(), home.storage_offset(), home.size(), home.stride()
         )
+
+
+class Placement:
+    """Takes one module to a device and back. Made while it is on the host; used by one thread.
+
+    Attributes:
+        size_bytes: what it takes on the device, in one block.
+        partial: some of it is brought there for each use, see `streaming`.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, device: Device, room_bytes: int | None = None
+    ) -> None:
+        """Look at all parameters and buffers of `module`, non-persistent ones included.
+
+        Args:
+            room_bytes: what it may take; None lets it have what it needs.
+
+        Raises:
+            ArgumentRefused: some are on the meta device, or have no plain memory.
+            DeviceOutOfMemory: there is not room for one part of it at a time.
+        """
+        moved = {
+            id(tensor): _Moved(name, tensor, tensor.detach())
+            for name, tensor in _unique(module)
+            if tensor.device.type in ("cpu", "meta")
+        }
+        unfit = [one.name for one in moved.values() if not all(map(_is_plain, _plain(one.home)))]
+        if unfit:
+            raise ArgumentRefused(
+                f"{len(unfit)} tensor(s) of the module have no memory that could be moved: "
+                f"{listed(unfit)}",
+                remedy="materialise what is on the meta device, and make sparse tensors dense",
+            )
+        self._stay = Group(device, list(moved.values()))
+        self.moved_bytes = self.size_bytes = self._stay.size_bytes
+        self._streaming: Streaming | None = None
+        if room_bytes is not None and room_bytes < self.size_bytes:
+            parts = _parts(module, moved)
+            sizes = [(part.name, part.added_bytes, part.own_bytes) for part in parts]
+            plan = partial(sizes, room_bytes)
+            if plan is None:
+                raise _too_small(parts, room_bytes)
+            self._divide(device, parts, plan)
+
+    @property
+    def partial(self) -> bool:
+        return self._streaming is not None
+
+    def _divide(self, device: Device, parts: list[_Part], plan: Plan) -> None:
+        """Have only those parts stay on the device that the plan says, the others come and go."""
+        staying: dict[int, _Moved] = {}
+        for part in parts:
+            if part.name in plan.stay:
+                staying |= {id(one): one for one in part.moved}
+        self._stay = Group(device, list(staying.values()))
+        self.moved_bytes = self._stay.size_bytes
+        streams = []
+        for part in parts:
+            coming = [one for one in part.moved if id(one) not in staying]
+            if coming:
+                offset = self._stay.size_bytes + plan.offsets_bytes[part.name]
+                streams.append((part.module, Group(device, coming, offset)))
+        self.size_bytes = self._stay.size_bytes + plan.beside_bytes
+        self._streaming = Streaming(streams)
+
+    def steps(self, block: Block) -> Iterator[None]:
+        """Copy everything that stays into `block`, a bounded part at each step."""
+        return self._stay.steps(block)
+
+    def point_there(self, block: Block) -> None:
+        """Have every tensor that stays lie in `block`, which has all the bytes."""
+        self._stay.point_there(block)
+        if self._streaming is not None:
+            self._streaming.begin(block)
+
+    def point_home(self) -> None:
+        """Have every tensor lie on the host again. May be called at any time, more than once."""
+        if self._streaming is not None:
+            self._streaming.end()
+        self._stay.point_home()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A module without its children: its tensors, what they take, and what of that is not counted
+    with an earlier one.
+    """
+
+    name: str
+    module: torch.nn.Module
+    moved: list[_Moved]
+    own_bytes: int
+    added_bytes: int
+
+
+def _parts(module: torch.nn.Module, moved: dict[int, _Moved]) -> list[_Part]:
+    """Return all modules in `module`, each once, in its order."""
+    parts, counted = [], set()
+    for name, part in module.named_modules():
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        own = [moved[id(tensor)] for tensor in tensors if id(tensor) in moved]
+        memories = {memory.data_ptr(): memory.nbytes() for one in own for memory in one.memories()}
+        added = [size for address, size in memories.items() if address not in counted]
+        counted |= set(memories)
+        sizes = layout(memories.values())[1], layout(added)[1]
+        parts.append(_Part(name, part, own, *sizes))
+    return parts
+
+
+def _too_small(parts: list[_Part], room_bytes: int) -> DeviceOutOfMemory:
+    largest = max(parts, key=lambda part: part.own_bytes)
+    return DeviceOutOfMemory(
+        f"module {largest.name!r} alone takes {size_text(largest.own_bytes)}, and there is room "
+        f"for {size_text(room_bytes)}",
+        needed_bytes=largest.own_bytes,
+        free_bytes=room_bytes,
+        remedy="raise the limit of the device's pool, or keep the model on the host: device=\"cpu\"",
+    )
 
 
 def _unique(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -241,7 +241,7 @@ class RecordTable:
                     record.generation,
                     residence.device.name,
                     residence.size_bytes,
-                    self._records.is_locked(record),
+                    self._records.locks_on(record) > 0,
                 )
                 for record in self._records.every()
                 if (residence := record.module.residence) is not None and residence.size_bytes
@@ -272,7 +272,7 @@ class RecordTable:
             loaded = self._records.lock(claim, lock, _caller.thread)
             module, residence = loaded.module, loaded.residence
         assert module is not None  # what is claimed is kept
-        if residence is not None and not residence.here:
+        if residence is not None and not (residence.here and residence.room_bytes is None):
             self.check_caller(waits=True)
             try:
                 residence.bring(module, timeout_s)
@@ -536,13 +536,13 @@ def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
     return end
 
 
-def _locked(records: Records[Loaded], record: Record[Loaded]) -> Callable[[], bool]:
-    """Return what says whether a record is locked. Its residence has it, so it keeps neither."""
+def _locked(records: Records[Loaded], record: Record[Loaded]) -> Callable[[], int]:
+    """Return what says how many locks a record has. Its residence has it, so it keeps neither."""
     table, one = weakref.ref(records), weakref.ref(record)
 
-    def locked() -> bool:
+    def locked() -> int:
         known, what = table(), one()
-        return known is not None and what is not None and known.is_locked(what)
+        return 0 if known is None or what is None else known.locks_on(what)
 
     return locked
 

@@ -278,8 +278,8 @@ class Records(Generic[Module]):
         if self._current.get(record.key) is record:
             del self._current[record.key]
 
-    def is_locked(self, record: Record[Module]) -> bool:
-        return any(locked is record for _, locked, _ in self._locks.values())
+    def locks_on(self, record: Record[Module]) -> int:
+        return sum(locked is record for _, locked, _ in self._locks.values())
 
     def of_lock(self, lock: LockId) -> Record[Module] | None:
         """Return the record that a lock is on, if it has not ended."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
 from gpu_worker.waits import steps
-from shm_store.errors import LoadTimeout
+from shm_store.errors import BudgetExceeded, LoadTimeout
 from shm_store.keys import GenerationId, Key
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Residence:
 
     Attributes:
         here: it is on its device, and nobody is about to take it from there.
+        room_bytes: what it had to do with there, too little for all of it; None if it has all.
         size_bytes: what it takes there, 0 while it is on the host.
     """
 
@@ -71,17 +73,18 @@ class Residence:
         device: Device,
         client: Client,
         lock: threading.RLock,
-        locked: Callable[[], bool],
+        locked: Callable[[], int],
         count: Count,
     ) -> None:
         """Begin on the host.
 
         Args:
             lock: the table's.
-            locked: says whether the module is in use; called with that lock.
+            locked: says how many locks the module has; called with that lock.
             count: where uploads are counted.
         """
         self.here = False
+        self.room_bytes: int | None = None
         self.size_bytes = 0
         self.device = device
         self._key = key
@@ -112,10 +115,14 @@ class Residence:
         try:
             if not self._begin(mine, end_s):
                 return
-            self._bring(module, end_s, started_s)
-        except BaseException:
+            if not self._has_right_size(module):
+                self._bring(module, end_s, started_s)
+        except BaseException as error:
             if self._move is mine:
+                # Without the load lock: that may be what was waited for in vain.
                 self._withdraw()
+                # Whoever keeps the error is not to keep the memory on the device.
+                traceback.clear_frames(error.__traceback__)
             raise
         finally:
             mine.over = True
@@ -125,7 +132,7 @@ class Residence:
         """Be who moves it; say whether it is to be moved at all."""
         while True:
             with self._lock:
-                if self.here:
+                if self.here and (self.room_bytes is None or self._locked() > 1):
                     return False
                 other = self._move
                 if other.over:
@@ -138,22 +145,39 @@ class Residence:
             else:
                 raise LoadTimeout(f"{self._key!r} was not there in time: another thread moves it")
 
+    def _has_right_size(self, module: torch.nn.Module) -> bool:
+        """Say whether what is there is all that there is room for, if it is only a part."""
+        if not self.here:
+            return False
+        assert self.device.pool is not None
+        return self._client.possible_bytes(self.device.pool) == self.room_bytes
+
     def _bring(self, module: torch.nn.Module, end_s: float | None, started_s: float) -> None:
         from gpu_worker.placement import Placement
 
-        self._withdraw()  # what an earlier move may have left
-        placement = self._placements[module] = Placement(module, self.device)
+        self._withdraw()  # a part that is too small or too large, or what a move has left
+        placement, room_bytes = Placement(module, self.device), None
         size_bytes = self.device.charged_bytes(placement.size_bytes)
         if placement.size_bytes:
-            block = self._allocate(size_bytes, _left(end_s))
+            try:
+                block = self._allocate(size_bytes, _left(end_s))
+            except BudgetExceeded as refusal:
+                room_bytes = refusal.possible_bytes
+                if not 0 < room_bytes < size_bytes:
+                    raise
+                placement = Placement(module, self.device, room_bytes)
+                size_bytes = self.device.charged_bytes(placement.size_bytes)
+                block = self._allocate(size_bytes, _left(end_s))
+            self._placements[module] = placement
             room_s = time.monotonic()
             self._upload(placement, block, end_s)
             self._count.waited_s += room_s - started_s
             self._count.moved_s += time.monotonic() - room_s
-            self._count.moved_bytes += placement.size_bytes
+            self._count.moved_bytes += placement.moved_bytes
             self._client.leases.count_later()
         with self._lock:
             self.size_bytes = size_bytes if placement.size_bytes else 0
+            self.room_bytes = room_bytes
             self.here = True
 
     def _allocate(self, size_bytes: int, left_s: float | None) -> Block:
@@ -232,8 +256,10 @@ class Residence:
         """Have every tensor on the host, and let go of what is on the device. May be repeated."""
         for placement in list(self._placements.values()):
             placement.point_home()
+        self.here = False
         self._placements.clear()
         self.size_bytes = 0
+        self.room_bytes = None
         self._charge = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 PASS_BYTES = 64 * 1024 * 1024
 """The most that is moved in one go. Who waits for the load lock waits for about one of these."""
@@ -41,35 +42,53 @@ def passes(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield batch
 
 
-def partial(parts: Sequence[tuple[str, int]], room_bytes: int) -> tuple[frozenset[str], int] | None:
-    """Choose what of a module stays on a device that is too small for all of it.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a module stays on a device that is too small for all of it.
 
-    In module order, so that the part which is brought for each use is one stretch at its end. The
-    largest sum of those that are in use at once, a module and those around it, has room beside.
+    Attributes:
+        stay: the exact names of the modules whose tensors stay.
+        beside_bytes: the room beside them in which the others take turns.
+        offsets_bytes: where in that room each of the others goes.
+    """
+
+    stay: frozenset[str]
+    beside_bytes: int
+    offsets_bytes: dict[str, int]
+
+
+def partial(parts: Sequence[tuple[str, int, int]], room_bytes: int) -> Plan | None:
+    """Choose what of a module stays on a device that is too small for all of it: as much as fits.
+
+    In module order, so that what is brought for each use is one stretch at its end. A module is in
+    use inside of those around it, so these go side by side.
 
     Args:
-        parts: the bytes that each module has by itself, without its children, by its exact name, in
-            module order; several names may share tensors, which count with the first.
+        parts: of each module by itself, without its children: its exact name, the bytes that are
+            not counted with an earlier one, and all of them. In module order.
         room_bytes: what may be taken in all.
 
     Returns:
-        The names of those that stay, as many as fit, and the bytes beside them in which the others
-        take turns. None if not even one at a time fits.
+        None if there is not even room for one at a time.
     """
     for count in range(len(parts), -1, -1):
-        beside_bytes = _at_once_bytes(parts[count:])
-        stay_bytes = layout([size_bytes for _, size_bytes in parts[:count]])[1]
+        offsets, beside_bytes = _side_by_side(parts[count:])
+        stay_bytes = sum(added_bytes for _, added_bytes, _ in parts[:count])
         if stay_bytes + beside_bytes <= room_bytes:
-            return frozenset(name for name, _ in parts[:count]), beside_bytes
+            return Plan(frozenset(name for name, _, _ in parts[:count]), beside_bytes, offsets)
     return None
 
 
-def _at_once_bytes(parts: Sequence[tuple[str, int]]) -> int:
-    """Return the most that is in use at once: a module runs inside of those around it."""
-    sizes = {name: layout([size_bytes])[1] for name, size_bytes in parts}
-    most_bytes = 0
-    for name in sizes:
-        around = [name[:end] for end in range(len(name)) if name[end] == "."]
-        chain = [*([""] if name else []), *around, name]
-        most_bytes = max(most_bytes, sum(sizes.get(one, 0) for one in chain))
-    return most_bytes
+def _side_by_side(parts: Sequence[tuple[str, int, int]]) -> tuple[dict[str, int], int]:
+    """Return where each goes beside those around it, and the most that takes."""
+    sizes = {name: own_bytes for name, _, own_bytes in parts}
+    offsets = {
+        name: sum(size_bytes for outer, size_bytes in sizes.items() if _is_around(outer, name))
+        for name in sizes
+    }
+    most_bytes = max((offsets[name] + size_bytes for name, size_bytes in sizes.items()), default=0)
+    return offsets, most_bytes
+
+
+def _is_around(outer: str, name: str) -> bool:
+    return outer != name and (not outer or name.startswith(f"{outer}."))
