@@ -31,7 +31,7 @@ import torch
 from gpu_worker.device import Block, Device, Piece
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
-from shm_store.errors import ArgumentRefused, DeviceOutOfMemory, listed
+from shm_store.errors import ArgumentRefused, BudgetExceeded, listed
 from shm_store.report import size_text
 
 
@@ -177,7 +177,7 @@ class Placement:
 
         Raises:
             ArgumentRefused: some are on the meta device, or have no plain memory.
-            DeviceOutOfMemory: there is not room for one part of it at a time.
+            BudgetExceeded: there is not room for one part of it at a time.
         """
         moved = {
             id(tensor): _Moved(name, tensor, tensor.detach())
@@ -267,14 +267,15 @@ def _parts(module: torch.nn.Module, moved: dict[int, _Moved]) -> list[_Part]:
     return parts
 
 
-def _too_small(parts: list[_Part], room_bytes: int) -> DeviceOutOfMemory:
+def _too_small(parts: list[_Part], room_bytes: int) -> BudgetExceeded:
     largest = max(parts, key=lambda part: part.own_bytes)
-    return DeviceOutOfMemory(
-        f"module {largest.name!r} alone takes {size_text(largest.own_bytes)}, and there is room "
-        f"for {size_text(room_bytes)}",
+    return BudgetExceeded(
+        f"module {largest.name!r} alone takes {size_text(largest.own_bytes)}, and there is room on "
+        f"the device for {size_text(room_bytes)}",
         needed_bytes=largest.own_bytes,
         free_bytes=room_bytes,
-        remedy="raise the limit of the device's pool, or keep the model on the host: device=\"cpu\"",
+        possible_bytes=room_bytes,
+        remedy="raise the limit of the device's pool, or keep the model on the host, device='cpu'",
     )
 
 

@@ -37,7 +37,9 @@ class GenerationReport(msgspec.Struct, frozen=True):
     filled_by: int | None = None
     """The pid of the worker that has its ticket; None when a loader has it, or nobody."""
     private: bool = False
-    """Memory of the one process that leases it, outside of any segment."""
+    """Memory of those that lease it alone, outside of any segment."""
+    fixed: bool = False
+    """It is never asked for: its process keeps it until it wants it no more."""
 
 
 class PoolReport(msgspec.Struct, frozen=True):

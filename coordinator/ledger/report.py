@@ -36,6 +36,7 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         waiting=len(generation.askers),
         filled_by=ledger.owner_pid(generation),
         private=generation.private,
+        fixed=generation.fixed,
     )
 
 

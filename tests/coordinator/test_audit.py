@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator import audit as audit_module
-from coordinator.audit import AuditReport, Facts, Finding, Use, audit, compare, copied
+from coordinator.audit import AuditReport, Finding, audit, compare, copied
+from coordinator.kernel_facts import Facts, Use
 from shm_store.report import (
     GenerationReport,
     LeaseReport,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.audit import AuditReport, Finding, Use, audit, collect
+from coordinator.audit import AuditReport, Finding, audit
+from coordinator.kernel_facts import Use, collect
 from coordinator.operator import Operator
 from shm_store.errors import PlatformUnsupported
 from shm_store.keys import LeaseId
@@ -251,7 +252,7 @@ def test_a_process_that_has_ended_but_is_there_still_is_ending(served):
 
 AS_NOBODY = """
 import ctypes, os, signal
-from coordinator.audit import collect
+from coordinator.kernel_facts import collect
 from shm_store.errors import PeerForbidden
 
 if os.getuid() == 0:  # which may look everywhere

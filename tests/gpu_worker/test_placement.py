@@ -11,7 +11,7 @@ import torch
 from gpu_worker.device import device_named
 from gpu_worker.placement import Placement
 from gpu_worker.sim_device import SimDevice
-from shm_store.errors import ArgumentRefused, DeviceOutOfMemory
+from shm_store.errors import ArgumentRefused, BudgetExceeded
 from tests.gpu_worker.on_device import new_device
 
 
@@ -336,7 +336,7 @@ class TestTooLarge:
 
     def test_it_is_refused_by_the_name_of_the_part_that_does_not_fit(self, device):
         module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(64, 64))
-        with pytest.raises(DeviceOutOfMemory, match="module '1' alone"):
+        with pytest.raises(BudgetExceeded, match="module '1' alone"):
             Placement(module, device, 4096)
 
 

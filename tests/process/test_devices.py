@@ -96,7 +96,7 @@ def test_models_that_fit_only_by_turns_take_turns_a_thousand_times(on_device, op
     a.do(f"thread = in_thread(lambda: use_often('a', 1, {SWITCHES}))")
     b.do(f"thread = in_thread(lambda: use_often('b', 2, {SWITCHES}))")
     while a.do("thread.is_alive()") or b.do("thread.is_alive()"):
-        taken = kernel_bytes(DEVICE)
+        taken = _taken_at_once(a, b)
         assert taken <= 3 * MIB // 2, f"{taken} bytes are on the device"
     assert a.do("done") == b.do("done") == SWITCHES
     for process in (a, b):
@@ -149,6 +149,23 @@ def test_a_forked_child_has_what_its_parent_had_there(on_device, operator):
 def _there(operator):
     name = f"vram:sim-{DEVICE.partition(':')[2]}"
     return [g for g in operator.status().generations if g.pool == name]
+
+
+def _taken_at_once(*processes) -> int:
+    """Return what is on the device at one moment: else who gives and who takes both count."""
+    for process in processes:
+        process.signal(signal.SIGSTOP)
+    for process in processes:
+        wait_until(lambda pid=process.pid: _state(pid) == "T")
+    taken = kernel_bytes(DEVICE)
+    for process in processes:
+        process.signal(signal.SIGCONT)
+    return taken
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _fd_of_block(process) -> int:
