@@ -62,7 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("--sessions", type=int, default=256)
     scale.set_defaults(run=_scale)
 
-    for command in (attach, memory, death, start, lock, scale):
+    swap = commands.add_parser("swap", help="having a model on its device, and having it leave")
+    _sized(swap, 1000, 400)
+    swap.add_argument("--rounds", type=int, default=15)
+    swap.add_argument("--constructions", type=int, default=60, help="that wait for uploads")
+    swap.set_defaults(run=_swap)
+
+    for command in (attach, memory, death, start, lock, scale, swap):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -131,6 +137,20 @@ def _scale(options: argparse.Namespace) -> Outcome:
     return scale.run(
         scale.Options(
             options.clients, options.pairs, options.rounds, options.keys, options.sessions
+        )
+    )
+
+
+def _swap(options: argparse.Namespace) -> Outcome:
+    from benchmarks import swap
+
+    return swap.run(
+        swap.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.rounds,
+            options.constructions,
+            options.warm_mb << 20,
         )
     )
 

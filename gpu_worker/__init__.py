@@ -9,7 +9,6 @@ Importing this is cheap and works anywhere; torch is imported when a worker atta
 """
 
 from gpu_worker.handle import ModelHandle
-
 from gpu_worker.records import EvictCause, Held
 from gpu_worker.reservation import Reservation
 from gpu_worker.residence import Resident

@@ -79,7 +79,8 @@ def install(folder: str) -> None:
     for name in hook.modules & set(sys.modules):
         hook.wrap(sys.modules[name])
     sys.meta_path.insert(0, hook)
-    os.register_at_fork(after_in_child=hook.disarm)
+    if role == "worker":
+        os.register_at_fork(after_in_child=hook.disarm)  # the supervisor is itself a child
 
 
 def _module(command: list[str]) -> str:
@@ -108,7 +109,7 @@ class _Hook:
         self.modules = {target.partition(":")[0] for target in targets}
 
     def disarm(self) -> None:
-        """In a forked child: it is nobody's victim, or its parent would be taken for it."""
+        """In a worker's forked child: it is nobody's victim, or its parent would be taken for it."""
         self._armed = ""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
