@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.audit import AuditReport, audit
+from coordinator.ledger.state import RAM
 from coordinator.operator import Operator
 from shm_store.report import GenerationReport, StatusReport
 from tests.chaos import kernel
@@ -202,7 +203,8 @@ class Checks:
         }
         for pid, role in roles.items():
             process = kernel.process(pid)
-            leased = {one.generation for one in shared if any(x.pid == pid for x in one.leases)}
+            has = [one for one in books.generations if not one.private or one.pool != RAM]
+            leased = {one.generation for one in has if any(x.pid == pid for x in one.leases)}
             if process.segments != wanted.get(role, leased):
                 extra = process.segments ^ wanted.get(role, leased)
                 return f"{role} {pid} has, or lacks, the segments {sorted(extra)}"
@@ -230,7 +232,7 @@ class Checks:
         if strangers := set().union(*found.holders.values()) - pids:
             return f"processes that are no part of the group have segments: {strangers}"
         charged = sum(pool.in_use_bytes for pool in books.pools)
-        private = sum(pool.private_bytes for pool in books.pools)
+        private = sum(pool.private_bytes for pool in books.pools if pool.name == RAM)
         taken = sum(found.sizes.values())
         if charged - private != taken:
             return f"{charged} bytes are charged, {private} of them private; {taken} are taken"

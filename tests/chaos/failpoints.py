@@ -44,6 +44,8 @@ class Failpoint(NamedTuple):
 
 
 _MAPS = "gpu_worker.mapping:MappingTable"
+_SIM = "gpu_worker.sim_device:Sim"
+_PLACEMENT = "gpu_worker.placement:Placement"
 _POST = "gpu_worker.connection:Connection.post"
 _STATE = "gpu_worker.session:Session.state"
 _SENDS = "shm_store.channel:Channel.send"
@@ -71,6 +73,16 @@ FAILPOINTS = (
     Failpoint("worker", "unmapped, before RELEASE", _POST, "before", "Release", nth=3),
     Failpoint("worker", "after RELEASE", _POST, "after", "Release", nth=3),
     Failpoint("worker", "before ACK", _POST, "before", "Ack"),
+    Failpoint("worker", "charged, nothing on the device", f"{_SIM}Device.allocate", "before"),
+    Failpoint(
+        "worker", "allocated, nobody minds it", "gpu_worker.leases:Leases.watch_block", "before"
+    ),
+    Failpoint("worker", "in the upload", f"{_SIM}Block._fill", "after", nth=4),
+    Failpoint("worker", "on the device, nobody told", f"{_PLACEMENT}.point_there", "after"),
+    Failpoint("worker", "before it leaves the device", f"{_PLACEMENT}.point_home", "before", nth=3),
+    Failpoint(
+        "worker", "off the device, before RELEASE", "gpu_worker.block:Memory.free", "after", nth=3
+    ),
     Failpoint("worker", "before RESUME", _STATE, "before", provoked_by="kill coordinator"),
     Failpoint(
         "worker", "in RESUME", _POST, "after", "HeldMap", nth=2, provoked_by="kill coordinator"

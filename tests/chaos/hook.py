@@ -109,7 +109,7 @@ class _Hook:
         self.modules = {target.partition(":")[0] for target in targets}
 
     def disarm(self) -> None:
-        """In a worker's forked child: it is nobody's victim, or its parent would be taken for it."""
+        """In a worker's forked child: it is nobody's victim, else its parent were taken for it."""
         self._armed = ""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:

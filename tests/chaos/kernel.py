@@ -11,7 +11,9 @@ from pathlib import Path
 from tests.chaos.hook import FOLDER_VARIABLE
 from tests.processes import fds_of, processes_with
 
-_SEGMENT = re.compile(r"/memfd:weight-cache:(\S+)")
+_SEGMENT = re.compile(r"/memfd:weight-cache:(?:sim:\d+:)?(\S+)")
+"""A segment, or memory of the simulated device, which has the generation of its charge."""
+
 _WORDS = "words"
 """The supervisor's memfd beside segments: what a coordinator remembers in words."""
 

@@ -42,6 +42,11 @@ BUDGET_BYTES = 11 * MIB
 """The largest takes 8; all take 17 and more: there is always somebody who has to go."""
 
 
+DEVICE = "sim:0"
+DEVICE_BYTES = 8 * MIB
+"""The largest takes 6.2 there, and each worker keeps STEADY on it."""
+
+
 class Net(torch.nn.Module):
     """The model of all weights."""
 

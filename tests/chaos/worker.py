@@ -32,7 +32,17 @@ from gpu_worker import Worker
 from shm_store.errors import CoordinatorLost
 from tests.chaos import weights
 from tests.chaos.hook import FOLDER_VARIABLE
-from tests.chaos.weights import BUILDS, KEPT, PRIVATE, SOURCES, STEADY, Net, Weights
+from tests.chaos.weights import (
+    BUILDS,
+    DEVICE,
+    DEVICE_BYTES,
+    KEPT,
+    PRIVATE,
+    SOURCES,
+    STEADY,
+    Net,
+    Weights,
+)
 
 CONTROL = "control.sock"
 GO_ALONE = "go-alone"
@@ -85,6 +95,8 @@ class Working:
             (3, "evict", self._evict),
             (1, "invalidate", self._invalidate),
             (1, "fork", self._fork),
+            (1, "offload", self._offload),
+            (1, "reserve", self._reserve),
         ]
 
     def begin(self, seed: str, *, forks: bool) -> None:
@@ -208,6 +220,14 @@ class Working:
     def _evict(self) -> None:
         self._worker.evict(self._source().key)
 
+    def _offload(self) -> None:
+        self._worker.offload_all(keep=[self._source().key])
+
+    def _reserve(self) -> None:
+        # Without a load inside: who keeps room there, and waits for some of the host, may wait for
+        # somebody who has that and waits for room there.
+        self._worker.reserve(self._lots.randint(1, DEVICE_BYTES // 3), TIMEOUT_S).close()
+
     def _invalidate(self) -> None:
         self._worker.invalidate(self._lots.choice(SOURCES + BUILDS).key, INVALIDATE_S)
 
@@ -289,7 +309,7 @@ def attach() -> Worker:
     until_s = time.monotonic() + ATTACH_S
     while True:
         try:
-            return gpu_worker.attach(patience=PATIENCE_S)
+            return gpu_worker.attach(device=DEVICE, vram_budget=DEVICE_BYTES, patience=PATIENCE_S)
         except CoordinatorLost:
             if time.monotonic() > until_s:
                 raise
