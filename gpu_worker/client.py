@@ -224,7 +224,9 @@ class Client:
         try:
             self._session.ask(
                 request,
-                lambda rid: wire.Charge(rid, pool, key, size_bytes, limit_s(), charge.fixed),
+                lambda rid: wire.Charge(
+                    rid, pool, key, size_bytes, limit_s(), charge.fixed, charge.copy_of
+                ),
             )
             step = self._session.next(request)
             if step is not charge:

@@ -334,7 +334,10 @@ class Leases:
         A thread that builds has the load lock, and is not waited for here.
         """
         gone = False
-        if asked == "room" and residence is not None:
+        if asked == "stale" and charge.copy_of:
+            for worker in list(self._workers):
+                self._attempt(worker.retire, charge.copy_of)
+        if asked in ("room", "stale") and residence is not None:
             try:
                 gone = residence.leave(0.0)
             except LoadTimeout:
@@ -471,5 +474,11 @@ class Leases:
 
 def _stated(charge: Charge) -> HeldCharge:
     return HeldCharge(
-        charge.gen, charge.lease, charge.pool, charge.key, charge.size_bytes, charge.fixed
+        charge.gen,
+        charge.lease,
+        charge.pool,
+        charge.key,
+        charge.size_bytes,
+        charge.fixed,
+        charge.copy_of,
     )

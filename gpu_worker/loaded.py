@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.mapping import Buffer
     from gpu_worker.residence import Residence
 
 _OURS = 2
@@ -47,14 +48,18 @@ class Loaded:
     )
 
     def __init__(
-        self, module: torch.nn.Module, train: bool, unexpected: tuple[str, ...], weights: object
+        self,
+        module: torch.nn.Module,
+        train: bool,
+        unexpected: tuple[str, ...],
+        weights: Buffer | None,
     ) -> None:
         self.module: torch.nn.Module | None = module
         self.train = train
         self.unexpected = unexpected
         self.told = False
         self.residence: Residence | None = None
-        self._weights = weights
+        self._weights: Buffer | None = weights
         self._refs: list[weakref.ref[object]] = []
         self._itself = 0
 
@@ -64,6 +69,15 @@ class Loaded:
         What its skeleton keeps of it counts as its own, too.
         """
         self._itself = self._references()
+
+    @property
+    def shared(self) -> Buffer | None:
+        """The mapped bytes that it keeps the lease on; None if it has given that up."""
+        return self._weights
+
+    @shared.setter
+    def shared(self, weights: Buffer | None) -> None:
+        self._weights = weights
 
     @property
     def weights(self) -> object:
@@ -93,7 +107,9 @@ class Loaded:
         """
         if self.module is None:
             return ()
-        kept = (self.module,) if self._weights is None else (self.module, self._weights)
+        kept: tuple[object, ...] = (self.module,)
+        if self._weights is not None:
+            kept = (self.module, self._weights)
         self._refs = [weakref.ref(one, gone) for one in kept]
         self.module = self._weights = None
         return kept
@@ -106,7 +122,7 @@ class Loaded:
         if any(one is None for one in kept):
             return False
         self.module = kept[0]  # type: ignore[assignment]
-        self._weights = kept[1] if len(kept) > 1 else None
+        self._weights = kept[1] if len(kept) > 1 else None  # type: ignore[assignment]
         self._refs = []
         return True
 

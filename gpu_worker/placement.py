@@ -29,9 +29,12 @@ from typing import Any
 import torch
 
 from gpu_worker.device import Block, Device, Piece
+from gpu_worker.mapping import Buffer
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
-from shm_store.errors import ArgumentRefused, BudgetExceeded, listed
+from gpu_worker.tensors import tensors
+from shm_store.errors import ArgumentRefused, BudgetExceeded, WeightsMissing, listed
+from shm_store.keys import Key
 from shm_store.report import size_text
 
 
@@ -59,6 +62,9 @@ class _Moved:
     version: int = 0
     swapped: bool = False
     inner: list[torch.Tensor] = field(default_factory=list)
+    in_weights: str | None = None
+    """Its name in the weights, if it has given up its place on the host: they are to be had again.
+    """
 
     def memories(self) -> list[torch.UntypedStorage]:
         """Return the memory on the host that it lies in, where there is some."""
@@ -122,6 +128,31 @@ class Group:
                 if there is not None:
                     self._point_home(moved, there)
 
+    @property
+    def given_up(self) -> bool:
+        return any(moved.in_weights is not None for moved in self._moved)
+
+    def give_up(self, state: dict[str, torch.Tensor]) -> None:
+        names = {_place(tensor): name for name, tensor in state.items() if tensor.numel()}
+        for moved in self._moved:
+            name = None if moved.swapped else names.get(_place(moved.home))
+            if name is not None:
+                moved.in_weights = name
+                moved.home = torch.empty(0, dtype=moved.home.dtype, device="cpu")
+        self._storages.clear()
+        self._order.clear()
+
+    def take_back(self, state: dict[str, torch.Tensor]) -> None:
+        names = [moved.in_weights for moved in self._moved if moved.in_weights is not None]
+        lacking = tuple(name for name in names if name not in state)
+        if lacking:
+            raise WeightsMissing(Key(""), lacking, ())
+        with torch.inference_mode(False), torch.no_grad():
+            for moved in self._moved:
+                if moved.in_weights is not None:
+                    moved.tensor.data = state[moved.in_weights]
+                    moved.in_weights = None
+
     def _point_home(self, moved: _Moved, there: torch.Tensor) -> None:
         tensor = moved.tensor
         if moved.swapped:
@@ -133,7 +164,7 @@ class Group:
             if tensor.device.type != "cpu":  # the user's own, by now
                 tensor.data = tensor.data.cpu()
         else:
-            if _version(moved) != moved.version:
+            if _version(moved) != moved.version and moved.in_weights is None:
                 _copy_back(there_now=tensor, home=moved.home)
             tensor.data = moved.home
         moved.inner = []
@@ -233,8 +264,31 @@ class Placement:
         if self._streaming is not None:
             self._streaming.begin(block)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether something of it has no place on the host."""
+        return self._stay.given_up
+
+    def give_up(self, weights: Buffer) -> None:
+        """Keep nothing on the host of what lies in `weights`. It is on the device, whole.
+
+        What lies elsewhere stays: it is this process's own. So does what is made of other tensors.
+        """
+        self._stay.give_up(tensors(weights))
+
+    def take_back(self, weights: Buffer) -> None:
+        """Have everything lie on the host again, what was given up in `weights`.
+
+        Raises:
+            WeightsMissing: these lack some of it.
+        """
+        self._stay.take_back(tensors(weights))
+
     def point_home(self) -> None:
-        """Have every tensor lie on the host again. May be called at any time, more than once."""
+        """Have every tensor lie on the host again. May be called at any time, more than once.
+
+        What was given up has no elements then.
+        """
         if self._streaming is not None:
             self._streaming.end()
         self._stay.point_home()
@@ -283,6 +337,11 @@ def _unique(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer once, under its first name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common only if they are the same bytes in the same form."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

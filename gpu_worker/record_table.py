@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from gpu_worker.device import Device
+    from gpu_worker.mapping import Buffer
     from gpu_worker.module import Assembled
 
 logger = logging.getLogger("gpu_worker")
@@ -77,6 +78,7 @@ class Wish:
     progress: Progress | None
     private: bool
     device: Device
+    keep_host: bool = True
 
 
 class RecordTable:
@@ -401,7 +403,7 @@ class RecordTable:
         self._callbacks.miss(key)
         from gpu_worker import module
 
-        weights: object = None
+        weights: Buffer | None = None
         if wish.private:
             gen, assembled = self._load_private(wish, timeout_s)
         else:
@@ -433,7 +435,13 @@ class RecordTable:
         record = Record(key, gen, wish.origin, loaded)
         if wish.device.pool is not None:
             loaded.residence = Residence(
-                key, wish.device, self.client, self._lock, _locked(self._records, record), count
+                key,
+                wish.device,
+                self.client,
+                self._lock,
+                _locked(self._records, record),
+                count,
+                None if wish.keep_host else _Host(self.client, self._lock, record, wish.ask),
             )
         with self._lock:
             # What the coordinator asks from now on finds the record.
@@ -534,6 +542,40 @@ def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
             alive._end(record)
 
     return end
+
+
+class _Host:
+    """The weights of a record on the host, for a residence that may give them up; see `Host`."""
+
+    def __init__(
+        self, client: Client, lock: threading.RLock, record: Record[Loaded], ask: Ask
+    ) -> None:
+        self._client = client
+        self._lock = lock
+        self._record = weakref.ref(record)  # which has the residence, and that has this
+        self._ask = ask
+
+    def generation(self) -> GenerationId:
+        return self._known().generation
+
+    def weights(self) -> Buffer | None:
+        return self._known().module.shared
+
+    def let_go(self) -> None:
+        self._known().module.shared = None
+
+    def fetch(self, left_s: float | None) -> Buffer:
+        granted = self._client.acquire(self._ask, left_s, None)
+        record = self._known()
+        with self._lock:
+            record.generation = granted.gen
+            record.module.shared = granted.buffer
+        return granted.buffer
+
+    def _known(self) -> Record[Loaded]:
+        record = self._record()
+        assert record is not None  # it is locked
+        return record
 
 
 def _locked(records: Records[Loaded], record: Record[Loaded]) -> Callable[[], int]:

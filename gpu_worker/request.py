@@ -17,7 +17,7 @@ from gpu_worker.records import Asked
 from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId
-from shm_store.wire import AnyMessage, Done, Filling, Flushed, Space, Ticket
+from shm_store.wire import NO_GENERATION, AnyMessage, Done, Filling, Flushed, Space, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,6 @@ class Granted:
 
 
 _NO_KEY = Key("")
-_NONE = GenerationId("")
 _NOT_YET = LeaseId(0)
 
 
@@ -68,6 +67,7 @@ class Charge:
         residence: what is on a device by it, and can leave that; see there.
         memory: the device's, for which it is; `block_end` gives both back.
         fixed: it is never asked for.
+        copy_of: the generation that is in it, if this process leases that no more.
         key, pool, size_bytes: what it was asked for as.
         gen, lease: what the coordinator calls it, once it was granted.
         asked: what the coordinator has asked of it since; `letting_go` while that is being done.
@@ -79,10 +79,11 @@ class Charge:
     memory: Memory | None = None
     block_end: Callable[[], object] | None = None
     fixed: bool = False
+    copy_of: GenerationId = NO_GENERATION
     key: Key = _NO_KEY
     pool: str = ""
     size_bytes: int = 0
-    gen: GenerationId = _NONE
+    gen: GenerationId = NO_GENERATION
     lease: LeaseId = _NOT_YET
     asked: Asked = ""
     letting_go: bool = False

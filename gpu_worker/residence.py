@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gpu_worker.client import Client
     from gpu_worker.counts import Count
     from gpu_worker.device import Block, Device
+    from gpu_worker.mapping import Buffer
     from gpu_worker.placement import Placement
 
 
@@ -45,6 +46,22 @@ class _Move:
 
     over: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Host(Protocol):
+    """The weights of a module on the host, which it may give up while it is on its device."""
+
+    def generation(self) -> GenerationId:
+        """Say which they are."""
+
+    def weights(self) -> Buffer | None:
+        """Return them, if they are there."""
+
+    def let_go(self) -> None:
+        """Keep them no more. The lease ends with the last tensor over them."""
+
+    def fetch(self, left_s: float | None) -> Buffer:
+        """Ask the coordinator for them again. They may be of another generation by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,7 @@ class Residence:
         lock: threading.RLock,
         locked: Callable[[], int],
         count: Count,
+        host: Host | None = None,
     ) -> None:
         """Begin on the host.
 
@@ -82,6 +100,7 @@ class Residence:
             lock: the table's.
             locked: says how many locks the module has; called with that lock.
             count: where uploads are counted.
+            host: gives up its weights on the host while it is on its device, and gets them again.
         """
         self.here = False
         self.room_bytes: int | None = None
@@ -92,6 +111,7 @@ class Residence:
         self._lock = lock
         self._locked = locked
         self._count = count
+        self._host = host
         self._move = _Move(over=True)
         # Of its one module, and only as long as that is there: it has the tensors.
         self._placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement]
@@ -156,6 +176,7 @@ class Residence:
         from gpu_worker.placement import Placement
 
         self._withdraw()  # a part that is too small or too large, or what a move has left
+        self._fetch(module, _left(end_s))
         placement, room_bytes = Placement(module, self.device), None
         size_bytes = self.device.charged_bytes(placement.size_bytes)
         if placement.size_bytes:
@@ -179,12 +200,29 @@ class Residence:
             self.size_bytes = size_bytes if placement.size_bytes else 0
             self.room_bytes = room_bytes
             self.here = True
+        if self._host is not None and placement.size_bytes and not placement.partial:
+            weights = self._host.weights()
+            if weights is not None:
+                placement.give_up(weights)
+                self._host.let_go()
+
+    def _fetch(self, module: torch.nn.Module, left_s: float | None) -> None:
+        """Have the weights on the host again that were given up. Waits without any lock."""
+        for placement in list(self._placements.values()):
+            if placement.given_up:
+                assert self._host is not None
+                weights = self._host.fetch(left_s)
+                with load_lock.read(left_s):
+                    placement.take_back(weights)
+        self._placements.clear()
 
     def _allocate(self, size_bytes: int, left_s: float | None) -> Block:
         """Return memory on the device, which is charged until the device has it back."""
         pool = self.device.pool
         assert pool is not None
         charge = self._charge = Charge(residence=weakref.ref(self))
+        if self._host is not None:
+            charge.copy_of = self._host.generation()
         block: Block | None = None
         try:
             self._client.charge(charge, self._key, pool, size_bytes, left_s)
@@ -223,7 +261,7 @@ class Residence:
         Whoever locks it next then has to ask for room, behind those who wait.
         """
         charge = self._charge
-        if charge is not None and charge.asked == "room" and not self._locked():
+        if charge is not None and charge.asked in ("room", "stale") and not self._locked():
             self.here = False
             self._client.leases.rested(charge)
 
@@ -257,7 +295,8 @@ class Residence:
         for placement in list(self._placements.values()):
             placement.point_home()
         self.here = False
-        self._placements.clear()
+        if not any(placement.given_up for placement in self._placements.values()):
+            self._placements.clear()
         self.size_bytes = 0
         self.room_bytes = None
         self._charge = None

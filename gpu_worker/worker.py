@@ -264,6 +264,7 @@ class Worker:
         progress: Progress | None = None,
         private: bool = False,
         device: str | torch.device | None = None,
+        keep_host: bool = True,
     ) -> ModelHandle:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
@@ -284,6 +285,11 @@ class Worker:
                 cannot be shared. `build` then runs in every process, and the coordinator only
                 counts the memory, until the module is gone.
             device: "cpu" keeps this module on the host, whatever device the worker has.
+            keep_host: False gives the weights on the host back once the module is on its device;
+                other processes may have their room. When it has left that, by whatever cause, its
+                parameters have no elements until the next lock, which asks the coordinator again
+                and may get newer weights. What was edited in place is lost then. A module of which
+                the device has only a part keeps them. The first load decides.
 
         Raises:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
@@ -297,6 +303,7 @@ class Worker:
         arguments.callback("progress", progress)
         arguments.check_flag("train", train)
         arguments.check_private(private, build)
+        arguments.check_flag("keep_host", keep_host)
         from gpu_worker.device import device_named
 
         where = self._device if device is None else device_named(device)
@@ -305,12 +312,17 @@ class Worker:
                 f"device={where.name!r} is not the worker's, {self._device.name!r}",
                 remedy="attach once for each device: workers share their connection",
             )
+        if not keep_host and (private or where.pool is None):
+            raise ArgumentRefused(
+                "keep_host=False goes with shared weights and a device with memory of its own",
+                remedy="leave it out: these are the only ones there are",
+            )
         if private:
             origin = dataclasses.replace(origin, kind="private")
         self._table.check_caller(waits=True)
         handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
         handle._timeout_s = timeout_s
-        wish = Wish(ask, origin, skeleton, train, progress, private, where)
+        wish = Wish(ask, origin, skeleton, train, progress, private, where, keep_host)
         try:
             record = self._table.claim(handle._claim, wish, timeout_s)
         except BudgetExceeded as error:
@@ -348,6 +360,7 @@ class Worker:
         progress: Progress | None = None,
         private: bool = False,
         device: str | torch.device | None = None,
+        keep_host: bool = True,
     ) -> Iterator[torch.nn.Module]:
         """Load and lock, for the length of a `with`. Arguments and errors as `load`."""
         handle = self.load(
@@ -361,6 +374,7 @@ class Worker:
             progress=progress,
             private=private,
             device=device,
+            keep_host=keep_host,
         )
         try:
             with handle as module:

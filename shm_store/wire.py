@@ -33,6 +33,7 @@ VERSION = 1
 
 SIZE_LIMIT_BYTES = 1 << 50
 MODELS_LIMIT = 1024
+NO_GENERATION = GenerationId("")
 TIMEOUT_LIMIT_S = 1e9
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -136,7 +137,7 @@ class HeldFill(Message, frozen=True):
 
 
 class HeldCharge(Message, frozen=True):
-    """The session has private memory, counted under this lease. `fixed` as in `Charge`."""
+    """The session has private memory, counted under this lease. The rest as in `Charge`."""
 
     gen: GenerationId
     lease: LeaseId
@@ -144,6 +145,7 @@ class HeldCharge(Message, frozen=True):
     key: AnyKey
     size_bytes: SizeBytes
     fixed: bool = False
+    copy_of: GenerationId = NO_GENERATION
 
 
 class Declare(Message, frozen=True):
@@ -179,7 +181,8 @@ class Charge(Message, frozen=True):
     """Ask for room for private memory of this process. `key` is for people and never matched.
 
     The GRANT that answers has no fd, and its lease is the charge: RELEASE ends it. A `fixed` one is
-    never asked for: it is kept until the process wants it no more.
+    never asked for: it is kept until the process wants it no more. `copy_of` is the generation that
+    is in it, which the process may not lease any more: it is to hear when that is retired.
     """
 
     rid: RequestId
@@ -188,6 +191,7 @@ class Charge(Message, frozen=True):
     size_bytes: SizeBytes
     timeout_s: TimeoutS
     fixed: bool = False
+    copy_of: GenerationId = NO_GENERATION
 
 
 class Counts(Message, frozen=True):

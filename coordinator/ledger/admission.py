@@ -228,7 +228,9 @@ def charge(turn: Turn, session: SessionId, message: Charge) -> None:
         timeout_s=message.timeout_s,
         since_s=turn.now_s,
     )
-    generation = turn.open(request, pool=message.pool, private=True, fixed=message.fixed)
+    generation = turn.open(
+        request, pool=message.pool, private=True, fixed=message.fixed, copy_of=message.copy_of
+    )
     turn.ask(request, generation)
     _queue(turn, generation, message.size_bytes)
 

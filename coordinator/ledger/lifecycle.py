@@ -70,6 +70,7 @@ def sealed(turn: Turn, generation: Generation) -> None:
         turn.move(generation, State.READY)
         if previous is not None:
             retire(turn, previous)
+        turn.retire_copies(generation.key, but=generation.id)
     generation.filled_bytes = generation.size_bytes
     generation.idle_s = turn.now_s
     for request in list(generation.askers.values()):

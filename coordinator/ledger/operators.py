@@ -145,7 +145,9 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
     if ready is not None:
         lifecycle.retire(turn, ready)
     retired = [g.id for g in ledger.by_key.get(key, ()) if g.doomed or g.state is State.RETIRED]
-    known = running is not None or ready is not None
+    copies = turn.retire_copies(key)
+    retired += copies
+    known = running is not None or ready is not None or bool(copies)
     deadline_s = turn.now_s + message.timeout_s
     ledger.invalidations.append(Invalidating(session, message.rid, key, known, retired, deadline_s))
 

@@ -175,10 +175,20 @@ def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:
     generation = turn.ledger.generations.get(held.gen)
     if generation is None:
         offer = Offer(held.gen, held.lease, held.key, Fingerprint(""), held.size_bytes)
-        generation = turn.adopt(offer, State.READY, pool=held.pool, private=True, fixed=held.fixed)
+        generation = turn.adopt(
+            offer,
+            State.READY,
+            pool=held.pool,
+            private=True,
+            fixed=held.fixed,
+            copy_of=held.copy_of,
+        )
     elif generation.state is State.FREEING:
         turn.move(generation, State.READY)  # its parent ended before this child was attached
     turn.lease(session, held.lease, generation)
+    ready = turn.ledger.ready(held.key)
+    if held.copy_of and ready is not None and ready.id != held.copy_of:
+        turn.revoke(session, generation, "stale")  # newer weights came meanwhile
 
 
 def _filling(turn: Turn, session: SessionId, offer: Offer) -> None:

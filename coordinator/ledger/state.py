@@ -15,7 +15,7 @@ from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
 from shm_store.report import ModelReport
-from shm_store.wire import Asked
+from shm_store.wire import NO_GENERATION, Asked
 
 RAM = "ram"
 """The pool of the host's memory. The others are devices', named VRAM and the device's uuid."""
@@ -145,6 +145,7 @@ class Generation:
     Attributes:
         private: a CHARGE: memory of one process, never matched by key, with no segment.
         fixed: nobody asks for it: its process keeps it until it wants it no more.
+        copy_of: the generation whose bytes are in it, if it has any.
         owner: who has the ticket: the request of a worker that builds, the loader, or nobody.
         doomed: will be RETIRED, not READY, when it is committed; takes no new asker.
         sealing: COMMIT came and the executor is at it, so the owner may end.
@@ -163,6 +164,7 @@ class Generation:
     owner: Request | Literal["loader"] | None
     private: bool = False
     fixed: bool = False
+    copy_of: GenerationId = NO_GENERATION
     state: State = State.OPEN
     doomed: bool = False
     sealing: bool = False
@@ -344,6 +346,16 @@ class Ledger:
             and not generation.private
             and generation.key in self.pins
         )
+
+    def copies(self, key: Key) -> list[Generation]:
+        """Return what is leased of `key` as a copy, on devices."""
+        if len(self.pools) == 1:
+            return []
+        return [
+            generation
+            for generation in self.generations.values()
+            if generation.copy_of and generation.key == key and generation.state is State.READY
+        ]
 
     def fixed_bytes(self, generation: Generation) -> int:
         """Return the bytes of its pool that those keep who wait for `generation`, and go on to.

@@ -20,8 +20,8 @@ from coordinator.ledger.state import (
     State,
 )
 from shm_store.errors import WeightCacheError
-from shm_store.keys import GenerationId, LeaseId, RequestId, SessionId, generation_id
-from shm_store.wire import Asked, Cause, Fail, Grant, Revoke, ToSession
+from shm_store.keys import GenerationId, Key, LeaseId, RequestId, SessionId, generation_id
+from shm_store.wire import NO_GENERATION, Asked, Cause, Fail, Grant, Revoke, ToSession
 
 
 class Turn:
@@ -100,6 +100,14 @@ class Turn:
         lease.asked, lease.asked_s, lease.answer = asked, self.now_s, ""
         self.send(session, Revoke(generation.id, lease.id, asked))
 
+    def retire_copies(self, key: Key, but: GenerationId = NO_GENERATION) -> list[GenerationId]:
+        """Tell those who have a copy of `key` on a device that it is not current, but of one."""
+        copies = [copy for copy in self.ledger.copies(key) if copy.copy_of != but]
+        for copy in copies:
+            for session in copy.leases:
+                self.revoke(session, copy, "stale")
+        return [copy.id for copy in copies]
+
     def unask(self, generation: Generation, asked: tuple[Asked, ...]) -> None:
         """Take back what holders were asked and have answered. Of room they hear that.
 
@@ -158,6 +166,7 @@ class Turn:
         deaths: int = 0,
         private: bool = False,
         fixed: bool = False,
+        copy_of: GenerationId = NO_GENERATION,
     ) -> Generation:
         """Put a new generation on the table. Its owner is the loader, or `first` itself."""
         ledger = self.ledger
@@ -170,6 +179,7 @@ class Turn:
             owner=first if first.source is None else LOADER,
             private=private,
             fixed=fixed,
+            copy_of=copy_of,
             doomed=doomed,
             deaths=deaths,
             progressed_s=self.now_s,
@@ -188,6 +198,7 @@ class Turn:
         pool: str = RAM,
         private: bool = False,
         fixed: bool = False,
+        copy_of: GenerationId = NO_GENERATION,
         doomed: bool = False,
     ) -> Generation:
         """Put a generation on the table that another coordinator had. Charged at once."""
@@ -200,6 +211,7 @@ class Turn:
             owner=None,
             private=private,
             fixed=fixed,
+            copy_of=copy_of,
             state=state,
             doomed=doomed,
             size_bytes=offer.size_bytes,

@@ -8,7 +8,18 @@ from coordinator.ledger.events import Free, Recovered, Remember, Resumed
 from coordinator.ledger.lifecycle import POOLS_LIMIT
 from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
-from shm_store.wire import Ack, Charge, Declare, Done, Fail, Grant, HeldCharge, Limit, Revoke
+from shm_store.wire import (
+    Ack,
+    Charge,
+    Declare,
+    Done,
+    Fail,
+    Grant,
+    HeldCharge,
+    Invalidate,
+    Limit,
+    Revoke,
+)
 from tests.coordinator.ledger_world import World
 
 GPU = "vram:gpu-1"
@@ -151,6 +162,50 @@ class TestRoom:
         world.load(3, "third", file="f3")
         world.reserve(world.newest(), 60)
         assert (old, "room") in asked(world, 1) and not asked(world, 2)
+
+
+class TestCopies:
+    """Weights that are on a device alone: their process leases none on the host, and is to hear."""
+
+    def copy(self, world: World, session: int, of: str, key: str = "k") -> tuple[str, int]:
+        rid = world.rid(session)
+        world.say(session, Charge(rid, GPU, key, 40, 300.0, False, of))
+        granted = world.answer(session, rid)
+        assert isinstance(granted, Grant)
+        return granted.gen, rid
+
+    def test_newer_weights_retire_them(self):
+        world = with_device(200)
+        old, lease = world.have(1, "k")
+        copy, _ = self.copy(world, 1, old)
+        other, _ = self.copy(world, 2, "0000000000000009-00000001", "other")
+        world.release(1, old, lease)
+        new, _ = world.have(2, "k", file="f2")
+        assert asked(world, 1) == [(copy, "stale")] and asked(world, 2) == []
+        again, _ = self.copy(world, 2, new)
+        assert world.state(again) is State.READY and asked(world, 2) == []
+
+    def test_an_invalidate_waits_until_its_process_knows(self):
+        world = with_device(200)
+        old, lease = world.have(1, "k")
+        copy, copied = self.copy(world, 1, old)
+        world.release(1, old, lease)
+        rid = world.rid(3)
+        world.say(3, Invalidate(rid, "k", 30.0))
+        assert asked(world, 1) == [(copy, "stale")] and not world.messages(3, Done)
+        world.say(1, Ack(copy, copied, "stale"))
+        assert world.messages(3, Done) == [Done(rid, ("k",))]
+
+    def test_one_that_comes_back_hears_what_it_has_missed(self):
+        world = with_device(200)
+        old, lease = world.have(1, "k")
+        copy, copied = self.copy(world, 1, old)
+        world.release(1, old, lease)
+        world.disconnect(1)
+        world.have(2, "k", file="f2")
+        held = HeldCharge(copy, copied, GPU, "k", 40, False, old)
+        world.event(Resumed(1, "w1", "cuda:0", charges=(held,)))
+        assert asked(world, 1) == [(copy, "stale")]
 
 
 class TestDeath:
