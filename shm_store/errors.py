@@ -120,6 +120,13 @@ class TensorRefused(CallerError):
         self.kind = kind
 
 
+class DeviceUnknown(CallerError):
+    """No device has this name, or the system has none of this index."""
+
+    code = "device_unknown"
+    default_remedy = 'use "cpu", "cuda", "cuda:N" with an N that is there, or "sim:N"'
+
+
 class WeightsMissing(CallerError):
     """The skeleton needs weights that are not there: `names`. `unused` are there instead."""
 
@@ -306,6 +313,40 @@ class InvalidateIncomplete(Incomplete):
 
     code = "invalidate_incomplete"
     default_remedy = "see `weight-cache status`; a process that is stopped answers when it goes on"
+
+
+class DeviceUnavailable(ResourceError):
+    """The device cannot be used: no driver, it is gone, it failed, or not in this process."""
+
+    code = "device_unavailable"
+    default_remedy = (
+        'see what its driver says (`nvidia-smi`, `dmesg`) and start the process again, or use "cpu"'
+    )
+
+
+class DeviceOutOfMemory(ResourceError):
+    """The device has no block of `needed_bytes`. It says that `free_bytes` are free.
+
+    The budget allowed it: others have taken memory of the device, or what is free is in pieces.
+    """
+
+    code = "device_out_of_memory"
+    default_remedy = (
+        "let go of tensors on the device, keep more of it free for them with working_memory=, or "
+        "lower vram_budget="
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int = 0,
+        free_bytes: int = 0,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class FdsExhausted(ResourceError):

@@ -13,6 +13,9 @@ from shm_store.errors import (
     BudgetExceeded,
     CallerError,
     CoordinatorLost,
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    DeviceUnknown,
     DrainIncomplete,
     Incomplete,
     InUse,
@@ -70,6 +73,8 @@ def example(kind: type[WeightCacheError]) -> WeightCacheError:
         return kind("held", holders=HOLDERS, remedy="wait")
     if kind is BudgetExceeded:
         return BudgetExceeded("no room", needed_bytes=10 << 30, free_bytes=1, holders=HOLDERS)
+    if kind is DeviceOutOfMemory:
+        return DeviceOutOfMemory("no block", needed_bytes=10 << 30, free_bytes=7)
     if issubclass(kind, SourceError):
         return kind("cannot be read", source="/models/ä.safetensors", remedy="look at it")
     return kind("what happened", remedy="what to do")
@@ -208,6 +213,24 @@ def test_the_faults_of_a_source_name_it() -> None:
             raise kind("broken", source="/models/x.safetensors")
         assert caught.value.source == "/models/x.safetensors"
         assert caught.value.remedy
+
+
+def test_the_faults_of_a_device_say_whose_they_are_and_what_to_do() -> None:
+    """A wrong name is the caller's; a device that fails, or is full, is a resource."""
+    assert issubclass(DeviceUnknown, CallerError)
+    assert issubclass(DeviceUnavailable, ResourceError)
+    assert issubclass(DeviceOutOfMemory, ResourceError)
+    for kind in (DeviceUnknown, DeviceUnavailable, DeviceOutOfMemory):
+        assert kind("what happened").remedy
+
+
+def test_a_device_that_is_full_says_what_was_needed_and_what_is_free() -> None:
+    """Here and across the wire, so that whoever catches it can make room."""
+    error = DeviceOutOfMemory("no block", needed_bytes=10 << 30, free_bytes=7)
+    for told in (error, Cause.of(error).error()):
+        assert vars(told)["needed_bytes"] == 10 << 30
+        assert vars(told)["free_bytes"] == 7
+    assert (DeviceOutOfMemory("no").needed_bytes, DeviceOutOfMemory("no").free_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", [BudgetExceeded, InUse, DrainIncomplete, InvalidateIncomplete])
