@@ -63,7 +63,9 @@ UNMAP_STEP_BYTES = 64 * 1024 * 1024
 
 # From <linux/mman.h>, spelled out so that importing works on systems without them.
 _PROT_NONE = 0
+_PROT_READ = 0x1
 _PROT_READ_WRITE = 0x1 | 0x2
+_MAP_SHARED = 0x01
 _MAP_PRIVATE = 0x02
 _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
@@ -318,9 +320,7 @@ class MappingTable:
         assert mapping.buffer() is None, "unmapping under a live tensor ends the process"
         if not mapping.unmapped:
             whole_bytes = round_up(mapping.size_bytes, PAGE_BYTES)
-            end = mapping.address + whole_bytes
-            for start in range(mapping.address, end, UNMAP_STEP_BYTES):
-                _reserve(start, min(UNMAP_STEP_BYTES, end - start))
+            discard(mapping.address, whole_bytes)
             mapping.unmapped = True
             unmap_range(mapping.address, whole_bytes)
         with self._lock:
@@ -409,13 +409,44 @@ def map_segment(fd: int, size_bytes: int) -> Buffer:
     return _sized(size_bytes).from_address(address)
 
 
+def map_shared(fd: int, size_bytes: int, offset_bytes: int = 0, write: bool = True) -> Buffer:
+    """Map the pages of a memfd themselves: none is ever copied.
+
+    Args:
+        fd: has these bytes, backed. May be closed afterwards.
+        size_bytes, offset_bytes: whole pages.
+        write: the fd can be written to, and the bytes too. Otherwise a write ends the process.
+
+    Returns:
+        The bytes. Their map outlives the buffer and is the caller's to unmap.
+
+    Raises:
+        ResourceError: there is no address space for it.
+        SegmentRefused: it cannot be mapped so.
+    """
+    access = _PROT_READ_WRITE if write else _PROT_READ
+    return _sized(size_bytes).from_address(
+        _map(0, size_bytes, access, _MAP_SHARED, fd, offset_bytes)
+    )
+
+
+def discard(address: int, size_bytes: int) -> None:
+    """Unmap in bounded steps, and leave the addresses reserved. May be done twice; see on fork."""
+    end = address + size_bytes
+    for start in range(address, end, UNMAP_STEP_BYTES):
+        _reserve(start, min(UNMAP_STEP_BYTES, end - start))
+
+
 @functools.lru_cache(maxsize=64)
 def _sized(size_bytes: int) -> type[Buffer]:
     return type("Buffer", (Buffer,), {"__slots__": (), "_length_": size_bytes})
 
 
-def _map(address: int, size_bytes: int, protection: int, flags: int, fd: int) -> int:
-    mapped = _libc().mmap(address, size_bytes, protection, flags | _MAP_NORESERVE, fd, 0)
+def _map(
+    address: int, size_bytes: int, protection: int, flags: int, fd: int, offset_bytes: int = 0
+) -> int:
+    flags |= _MAP_NORESERVE
+    mapped = _libc().mmap(address, size_bytes, protection, flags, fd, offset_bytes)
     if mapped == _MAP_FAILED:
         code = ctypes.get_errno()
         if code == errno.ENOMEM:

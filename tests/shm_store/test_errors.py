@@ -216,7 +216,7 @@ def test_the_faults_of_a_source_name_it() -> None:
 
 
 def test_the_faults_of_a_device_say_whose_they_are_and_what_to_do() -> None:
-    """A wrong name is the caller's; a device that fails, or is full, is a resource that is not there."""
+    """A wrong name is the caller's; a device that fails, or is full, is a resource."""
     assert issubclass(DeviceUnknown, CallerError)
     assert issubclass(DeviceUnavailable, ResourceError)
     assert issubclass(DeviceOutOfMemory, ResourceError)
