@@ -10,7 +10,7 @@ Importing this is cheap and works anywhere; torch is imported when a worker atta
 
 from gpu_worker.handle import ModelHandle
 from gpu_worker.records import EvictCause, Held
-from gpu_worker.worker import Worker, attach
+from gpu_worker.worker import Worker, attach, constructing
 from shm_store.errors import (
     ArgumentRefused,
     BackingFailed,
@@ -30,6 +30,7 @@ from shm_store.errors import (
     PeerForbidden,
     PlatformUnsupported,
     ProtocolViolation,
+    ReentryRefused,
     ResourceError,
     SegmentRefused,
     SourceChanged,
@@ -67,6 +68,7 @@ __all__ = [
     "PeerForbidden",
     "PlatformUnsupported",
     "ProtocolViolation",
+    "ReentryRefused",
     "ResourceError",
     "SegmentRefused",
     "SourceChanged",
@@ -82,4 +84,5 @@ __all__ = [
     "Worker",
     "WorkerClosed",
     "attach",
+    "constructing",
 ]
