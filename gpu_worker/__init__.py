@@ -12,7 +12,7 @@ from gpu_worker.handle import ModelHandle
 from gpu_worker.records import EvictCause, Held
 from gpu_worker.reservation import Reservation
 from gpu_worker.residence import Resident
-from gpu_worker.worker import Worker, attach
+from gpu_worker.worker import Worker, attach, constructing
 from shm_store.errors import (
     ArgumentRefused,
     BackingFailed,
@@ -35,6 +35,7 @@ from shm_store.errors import (
     PeerForbidden,
     PlatformUnsupported,
     ProtocolViolation,
+    ReentryRefused,
     ResourceError,
     SegmentRefused,
     SourceChanged,
@@ -75,6 +76,7 @@ __all__ = [
     "PeerForbidden",
     "PlatformUnsupported",
     "ProtocolViolation",
+    "ReentryRefused",
     "Reservation",
     "Resident",
     "ResourceError",

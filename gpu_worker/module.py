@@ -5,18 +5,19 @@ is still missing or on the meta device. Nothing is handed out before that.
 
     Note on construction
     fact: accelerate's `init_empty_weights` patches `torch.nn.Module` for the whole process; a
-    parameter that another thread assigns meanwhile lands on the meta device
-    consequence: construction and assignment must never overlap
-    choice: one lock around both, and a patch that works in its own thread only. The lock is not
-    reentrant: a skeleton that assembles another module would find everything patched, so that is
-    refused
-    cost: modules are assembled one after the other
+    parameter that another thread assigns or makes meanwhile lands on the meta device
+    consequence: what assigns parameters must never overlap with what builds, and a module that
+    another thread builds by itself, as a `build=` does under no lock, must not see the patch
+    choice: the write side of the load lock around skeleton and assignment, and a patch that works
+    in its own thread only. A skeleton that assembles another module would find everything patched,
+    so that is refused
+    cost: modules are assembled one after the other, and none is moved meanwhile
 
     Note on fork
-    fact: a child that another thread forks during a skeleton has the patch and the held lock, and
-    nobody to take them away
-    consequence: it could assemble nothing, and what a thread of it builds may land on meta
-    choice: an at-fork hook makes a new lock, and takes the patch away
+    fact: a child that another thread forks during a skeleton has the patch, and nobody to take it
+    away
+    consequence: what it builds may land on meta, in threads that it starts later
+    choice: an at-fork hook takes the patch away; the load lock frees itself
     cost: none
 """
 
@@ -33,10 +34,9 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.load_lock import load_lock
 from gpu_worker.mapping import Buffer
-from gpu_worker.reentry import owned
 from gpu_worker.tensors import entries, tensors
-from gpu_worker.waits import steps
 from shm_store.errors import ArgumentRefused, LoadTimeout, WeightsMissing, listed
 from shm_store.keys import Key
 from shm_store.manifest import Kind
@@ -47,10 +47,10 @@ _MISMATCH = re.compile(
 )
 """As torch words it, one to a line."""
 
-_construction = threading.RLock()
-
 _unpatched: Callable[..., None] | None = None
-"""What `register_parameter` is without the patch, while that may be on. `_construction` guards it.
+"""What `register_parameter` is without the patch, while a skeleton is called, so that may be on.
+
+The write side of the load lock guards it.
 """
 
 
@@ -77,7 +77,7 @@ def assemble(
             the weights do not hold keep their values.
         buffer: the mapped segment. The module keeps it.
         train: leave the module in the mode it was built in, instead of calling `eval()`.
-        left_s: how long to wait for another thread that builds a module; None is for ever.
+        left_s: how long to wait for other threads that build or move a module; None is for ever.
 
     Returns:
         The module, no parameter of which requires a gradient.
@@ -86,8 +86,9 @@ def assemble(
         WeightsMissing: the weights lack parameters or persistent buffers of the skeleton.
         ArgumentRefused: shapes differ, the skeleton is no module, it leaves buffers on the meta
             device, or it assembles a module itself.
+        ReentryRefused: this thread has the load lock for something else.
         SegmentRefused: the manifest lies.
-        LoadTimeout: another thread builds its module for longer than `left_s`.
+        LoadTimeout: other threads build or move theirs for longer than `left_s`.
         Whatever `skeleton` raises. In all cases nothing stays patched or locked.
     """
     import accelerate  # noqa: F401  # slow, so not under the lock
@@ -100,34 +101,23 @@ def assemble(
     }
     address = ctypes.addressof(buffer)
     region = range(address, address + len(buffer))
-    if owned(_construction):
+    if _unpatched is not None and load_lock.owned():
         raise ArgumentRefused(
             "skeleton= assembles another module while it builds its own",
             remedy="load the other weights first, and use their module in the skeleton",
         )
-    # By name: in a forked child `_construction` may be another one when this is done.
-    lock, taken = _construction, False
-    try:
-        for step_s in steps(left_s, os.getpid()):
-            taken = True  # an exception from outside may come before acquire() has said so
-            taken = lock.acquire(timeout=step_s)
-            if taken:
-                break
-        else:
-            raise LoadTimeout(
-                f"the weights of {key!r} are here, but it was not ready in time: another thread "
-                "builds a module, and there can be only one at a time"
-            )
+    with load_lock.write(left_s, busy=lambda: _another_builds(key)):
         module, unexpected = _construct(key, skeleton, state, apart, region)
-    finally:
-        if taken:
-            try:
-                lock.release()
-            except RuntimeError:
-                pass  # it was not: the exception came first
     if not train:
         module.eval()
     return Assembled(module, tuple(unexpected))
+
+
+def _another_builds(key: Key) -> LoadTimeout:
+    return LoadTimeout(
+        f"the weights of {key!r} are here, but it was not ready in time: another thread builds a "
+        "module, and there can be only one at a time"
+    )
 
 
 def private(build: Callable[[], object], train: bool = False) -> Assembled:
@@ -358,9 +348,7 @@ def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _forget_inherited() -> None:
-    """In a forked child: start with an unheld lock, and without another thread's patch."""
-    global _construction
-    _construction = threading.RLock()
+    """In a forked child: start without another thread's patch."""
     if _unpatched is not None:
         torch.nn.Module.register_parameter = _unpatched  # type: ignore[method-assign]
 

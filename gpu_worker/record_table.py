@@ -30,6 +30,7 @@ from gpu_worker.counts import Counts
 from gpu_worker.flights import Flight, Flights
 from gpu_worker.keeper import Keeper
 from gpu_worker.leases import Seen
+from gpu_worker.load_lock import load_lock
 from gpu_worker.loaded import Loaded
 from gpu_worker.records import ClaimId, Held, LockId, Origin, Record, Records
 from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
@@ -155,6 +156,7 @@ class RecordTable:
                         record = None
                     if record is None:
                         self._flights.refuse_in_skeleton(key)
+                        load_lock.refuse_owned()
                         flight = self._flights.board(mine)
                     else:
                         self._counts.of(key, wish.device.name).hits += 1

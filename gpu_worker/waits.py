@@ -29,19 +29,23 @@ def refuse_fork(pid: int) -> None:
         raise ForkedProcess("this call is one of the parent process, which goes on with it")
 
 
-def steps(left_s: float | None, pid: int) -> Iterator[float]:
+def steps(left_s: float | None, pid: int, longest_s: float | None = None) -> Iterator[float]:
     """Yield how long to wait next, at least once, until `left_s` are over; None is for ever.
+
+    Args:
+        longest_s: no step is longer; None is `STEP_S`.
 
     Raises:
         ForkedProcess: this is not the process `pid` (any more).
     """
+    longest_s = STEP_S if longest_s is None else longest_s
     end_s = None if left_s is None else time.monotonic() + left_s
-    step_s = STEP_S if left_s is None else min(STEP_S, left_s)
+    step_s = longest_s if left_s is None else min(longest_s, left_s)
     while True:
         refuse_fork(pid)
         yield step_s
         if end_s is not None:
-            step_s = min(STEP_S, end_s - time.monotonic())
+            step_s = min(longest_s, end_s - time.monotonic())
             if step_s <= 0:
                 refuse_fork(pid)
                 return

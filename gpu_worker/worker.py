@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +22,7 @@ from gpu_worker import arguments, registry
 from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
 from gpu_worker.handle import ModelHandle
+from gpu_worker.load_lock import load_lock
 from gpu_worker.record_table import RecordTable, Wish
 from gpu_worker.records import ClaimId, Held
 from gpu_worker.refusal import name_holders
@@ -154,6 +156,38 @@ def attach(
         worker.shutdown(timeout=0.0)
         raise
     return worker
+
+
+def constructing(timeout: float | None = None) -> AbstractContextManager[None]:
+    """Return a context manager in which this thread builds a module, and no other thread moves one.
+
+    For code that uses accelerate's `init_empty_weights` itself while workers of this process are
+    at work. That patches `torch.nn.Module` for the whole process: a parameter that a worker assigns
+    in another thread at that time would land on the meta device. `Worker.load` needs none of it.
+
+        with gpu_worker.constructing(), init_empty_weights():
+            model = MyModel(config)
+
+    Construct there, and read or wait for nothing: loads and moves of all threads wait meanwhile. In
+    this thread they are refused, by ReentryRefused. A module that is loaded already can be had.
+    What other threads build by themselves, in a `build=` too, lands on meta under that patch, as it
+    does without this; so it does in a process that another thread forks meanwhile, and for ever.
+
+    Args:
+        timeout: seconds to wait for other threads that build a module, and for one pass of a move
+            that is under way. None is for ever.
+
+    Returns:
+        What is entered once, and left in the thread that entered it.
+
+    Raises:
+        ArgumentRefused: a timeout that is none.
+        When it is entered, with nothing taken:
+        ReentryRefused: this thread builds or moves a module already, as in a skeleton.
+        LoadTimeout: it was not its turn within `timeout` seconds.
+        ForkedProcess: this is a forked child, and its parent waited.
+    """
+    return load_lock.write(arguments.timeout_s(timeout))
 
 
 class Worker:
@@ -295,6 +329,7 @@ class Worker:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
             ArgumentRefused: the module is there already, in the other mode of `train`, or for
                 another device; or `device` is neither "cpu" nor the worker's.
+            ReentryRefused: it is not there, and this thread is inside `gpu_worker.constructing`.
             Whatever `skeleton` raises.
         """
         ask, origin = arguments.asked(key, source, build, version)

@@ -156,6 +156,16 @@ class WorkerClosed(CallerError):
     default_remedy = "attach again"
 
 
+class ReentryRefused(CallerError):
+    """The same thread builds or moves a module already, or waits to: it would wait for itself."""
+
+    code = "reentry_refused"
+    default_remedy = (
+        "call before `with gpu_worker.constructing():` or a skeleton, or after it; in a finalizer "
+        "or a signal handler, set a flag, and call from the program's normal flow"
+    )
+
+
 class ForkedProcess(CallerError):
     """A call that was under way when its process was forked goes on in the child, or so it seems.
 

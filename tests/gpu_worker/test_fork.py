@@ -786,7 +786,7 @@ class TestOtherThreads:
         ("module", "wait"),
         [
             ("request", "worker.state_dict('in request', build=skeleton)"),
-            ("module", "worker.load('another', skeleton=skeleton, build=skeleton)"),
+            ("load_lock", "worker.load('another', skeleton=skeleton, build=skeleton)"),
             ("client", "worker.flush(60)"),
         ],
     )
@@ -794,16 +794,16 @@ class TestOtherThreads:
         """As by a signal handler. There it waits for threads that only its parent has."""
         script = """
             import signal, threading
-            from gpu_worker import MODULE, module, waits
+            from gpu_worker import MODULE, waits
             waits.STEP_S = 0.1
             entered, over = threading.Event(), threading.Event()
             def slow():
                 entered.set()
                 over.wait()
                 return skeleton()
-            def steps(left_s, pid):
+            def steps(*arguments):
                 global child
-                for step_s in waits.steps(left_s, pid):
+                for step_s in waits.steps(*arguments):
                     if child is None and threading.current_thread() is threading.main_thread():
                         child = os.fork()
                         if not child:
@@ -816,7 +816,7 @@ class TestOtherThreads:
                 worker._client.keeper.put(slow)
             else:
                 callbacks = {"skeleton": skeleton, "build": skeleton}
-                callbacks["skeleton" if "MODULE" == "module" else "build"] = slow
+                callbacks["skeleton" if "MODULE" == "load_lock" else "build"] = slow
                 load = lambda: worker.load("in MODULE", **callbacks).close()
                 other = threading.Thread(target=load)
                 other.start()

@@ -12,7 +12,8 @@ from shm_store import errors
 
 def test_every_error_that_a_docstring_names_can_be_imported_from_here():
     """And every kind of those: who catches SourceError may want to tell its kinds apart."""
-    calls = [Worker, ModelHandle, gpu_worker.attach, *vars(Worker).values()]
+    calls = [Worker, ModelHandle, gpu_worker.attach, gpu_worker.constructing]
+    calls += vars(Worker).values()
     calls += vars(ModelHandle).values()
     text = " ".join(getattr(call, "__doc__", None) or "" for call in calls)
     known = {kind.__name__ for kind in errors.BY_CODE.values()}
