@@ -380,7 +380,7 @@ def _swap(moved: _Moved, other: torch.Tensor) -> None:
     if isinstance(tensor, torch.nn.Parameter) and not isinstance(other, torch.nn.Parameter):
         other = torch.nn.Parameter(other, tensor.requires_grad)
     try:
-        torch.utils.swap_tensors(tensor, other)
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ArgumentRefused(
             f"{moved.name} cannot be moved: {error}",

@@ -6,8 +6,8 @@ again, whatever it raised. So nothing is ever on the meta device, and parameters
 that they are.
 
     Note on accelerate's hooks
-    fact: its `AlignDevicesHook` puts a parameter on the meta device between two uses, replaces it at
-    each, and leaves it where it was when `forward` raises
+    fact: its `AlignDevicesHook` puts a parameter on the meta device between two uses, replaces it
+    at each, and leaves it where it was when `forward` raises
     consequence: who looks at the module between two uses, or after a fault, finds no weights
     choice: a wrapper of our own, with a `finally`. Hooks that accelerate has installed on the same
     module go on inside of it, and find the tensors on the device

@@ -178,7 +178,7 @@ class TestCopies:
         world = with_device(200)
         old, lease = world.have(1, "k")
         copy, _ = self.copy(world, 1, old)
-        other, _ = self.copy(world, 2, "0000000000000009-00000001", "other")
+        self.copy(world, 2, "0000000000000009-00000001", "other")
         world.release(1, old, lease)
         new, _ = world.have(2, "k", file="f2")
         assert asked(world, 1) == [(copy, "stale")] and asked(world, 2) == []

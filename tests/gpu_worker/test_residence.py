@@ -1,6 +1,10 @@
 """Modules that come to a device when they are locked, stay there, and make room for others."""
 
+# An attribute of a module is anything to mypy.
+# mypy: disable-error-code="operator"
+
 from __future__ import annotations
+
 
 import gc
 import threading
@@ -19,7 +23,7 @@ from shm_store.errors import (
     LoadTimeout,
     WorkerClosed,
 )
-from shm_store.wire import Done, Limit
+from shm_store.wire import Done, Evict, Limit
 from tests.gpu_worker.on_device import MIB, charged, matrix, new_device, skeleton, taken
 from tests.gpu_worker.served import WAIT_S, wait_until
 
@@ -49,6 +53,12 @@ def load(
 
 def keys(worker: gpu_worker.Worker) -> set[str]:
     return {resident.key for resident in worker.resident()}
+
+
+def on_host(operator, key: str):
+    """The generation of a key on the host."""
+    (found,) = [g for g in operator.status().generations if g.key == key and g.pool == "ram"]
+    return found
 
 
 def agree(worker, operator, device) -> int:
@@ -289,6 +299,100 @@ class TestByHand:
             with pytest.raises(ArgumentRefused, match="no memory of its own"):
                 worker.reserve(1)
             assert worker.offload_all() == () and worker.resident() == ()
+
+
+class TestHostGivenUp:
+    """`keep_host=False`: the device has the only copy of this process."""
+
+    def test_the_host_has_its_room_back_while_it_is_there(self, worker, operator, device):
+        with load(worker, "given", 2.0, keep_host=False) as module:
+            worker.flush()
+            assert not on_host(operator, "given").leases
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+            assert agree(worker, operator, device) == MODEL_BYTES
+        operator.send(Evict(operator.next_rid(), "given"))
+        operator.expect(Done)
+        with load(worker, "given", 9.0, keep_host=False) as module:
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all(), "asked nobody"
+
+    def test_the_next_lock_after_it_left_asks_again(self, worker, operator, device):
+        handle = load(worker, "again", 3.0, keep_host=False)
+        with handle as module:
+            pass
+        worker.flush()
+        assert worker.offload("again") and module.weight.numel() == 0
+        assert agree(worker, operator, device) == 0
+        for _ in range(2):
+            with handle as module:
+                assert (module(torch.ones(1, SIDE)) == 3.0 * SIDE + 3.0).all()
+                worker.flush()
+                assert not on_host(operator, "again").leases
+            worker.offload("again")
+
+    def test_what_is_evicted_meanwhile_is_made_anew(self, worker, operator):
+        built = []
+
+        def build() -> torch.nn.Module:
+            built.append(1)
+            return matrix(SIDE, float(len(built)))()
+
+        handle = worker.load("anew", skeleton=skeleton(SIDE), build=build, keep_host=False)
+        with handle as module:
+            assert module.weight[0, 0] == 1.0
+        worker.offload("anew")
+        worker.flush()
+        first = on_host(operator, "anew").generation
+        operator.send(Evict(operator.next_rid(), "anew"))
+        operator.expect(Done)
+        with handle as module:
+            assert module.weight[0, 0] == 2.0 and len(built) == 2
+        assert first != on_host(operator, "anew").generation == worker.resident()[0].generation
+
+    def test_an_invalidate_reaches_it(self, worker, operator, device):
+        """Though its process leases nothing on the host."""
+        with load(worker, "old", 1.0, keep_host=False):
+            pass
+        worker.flush()
+        assert worker.invalidate("old")
+        with load(worker, "old", 2.0, version="2") as module:
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+        assert agree(worker, operator, device) == MODEL_BYTES
+
+    def test_it_goes_with_what_nobody_else_has(self, worker, served):
+        with pytest.raises(ArgumentRefused, match="keep_host=False goes with"):
+            load(worker, "own", private=True, keep_host=False)
+        with pytest.raises(ArgumentRefused, match="keep_host=False goes with"):
+            load(worker, "host", device="cpu", keep_host=False)
+
+    def test_a_part_keeps_its_host_copy(self, worker, operator):
+        deep = lambda: torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(4)))  # noqa: E731
+        with worker.use("deep", skeleton=deep, build=deep, keep_host=False) as module:
+            said = module(torch.ones(1, SIDE))
+            worker.flush()
+            assert len(on_host(operator, "deep").leases) == 1
+        worker.offload("deep")
+        assert torch.equal(module(torch.ones(1, SIDE)), said)
+
+
+class TestTooLarge:
+    def test_it_runs_with_the_part_that_fits_and_follows_the_limit(self, worker, operator, device):
+        deep = lambda: torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(4)))  # noqa: E731
+        handle = worker.load("deep", skeleton=deep, build=deep)
+        pool = f"vram:sim-{device.partition(':')[2]}"
+        said = None
+        for limit, takes in ((5 * MIB // 2, 2), (7 * MIB // 2, 3), (6 * MIB, 4), (5 * MIB // 2, 2)):
+            operator.send(Limit(operator.next_rid(), pool, limit))
+            operator.expect(Done)
+            wait_until(lambda limit=limit: charged(operator, device) <= limit)
+            with handle as module:
+                answer = module(torch.ones(1, SIDE))
+                assert said is None or torch.equal(answer, said)
+                said = answer
+                (there,) = worker.resident()
+                assert takes * MIB <= there.size_bytes <= limit
+                with handle:
+                    assert worker.resident() == (there,), "locked again: as it is"
+            agree(worker, operator, device)
 
 
 class TestFailure:
