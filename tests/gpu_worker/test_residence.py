@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-
 import gc
 import threading
 from collections.abc import Iterator
