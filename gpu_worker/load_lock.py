@@ -61,7 +61,7 @@ class LoadLock:
     def __init__(self) -> None:
         self._holds: dict[int, _Hold] = {}
         """The last hold of each thread, in order of arrival. Only its own thread changes an entry,
-        by one operation of a dict; what it was is known by asking the hold itself."""
+        by one operation of a dict each time; whether it is over, the hold itself says."""
 
     def read(
         self, left_s: float | None = None, *, busy: Busy = _busy
@@ -69,7 +69,7 @@ class LoadLock:
         """Return a context manager for one pass: nobody builds meanwhile; others may read.
 
         It waits when it is entered, and is entered once, and left by the thread that did. With
-        nobody else there that takes 2 µs.
+        nobody else there that takes 1 to 2 µs, where a bare RLock takes 0.3.
 
         Args:
             left_s: how long to wait for who came before; None is for ever.

@@ -46,7 +46,7 @@ class Taker(threading.Thread):
     """
 
     def __init__(self, lock: LoadLock, side: str, left_s: float | None = None) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self.inside, self.leave = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self.ended_s = 0.0
@@ -101,7 +101,7 @@ def take(lock):
     for taker in takers:
         taker.leave.set()
     for taker in takers:
-        taker.join(WAIT_S)
+        taker.join(1.0)  # one that never ends has failed its test already
 
 
 def check_free(lock: LoadLock) -> None:
@@ -122,7 +122,7 @@ def check_free(lock: LoadLock) -> None:
         except BaseException as error:
             errors.append(error)
 
-    other = threading.Thread(target=run)
+    other = threading.Thread(target=run, daemon=True)
     other.start()
     other.join(WAIT_S)
     assert errors == []
@@ -194,10 +194,10 @@ class TestOrder:
             with lock.write():
                 seen.extend(passes)
 
-        mover = threading.Thread(target=move)
+        mover = threading.Thread(target=move, daemon=True)
         mover.start()
         assert in_third.wait(WAIT_S)
-        builder = threading.Thread(target=build)
+        builder = threading.Thread(target=build, daemon=True)
         builder.start()
         wait_until(lambda: any(hold.writes for hold in lock._holds.values()))
         go_on.set()
@@ -220,7 +220,10 @@ class TestOrder:
                         errors.append(there)
                     inside.remove(side)
 
-        threads = [threading.Thread(target=work, args=(side,)) for side in [*SIDES, "read"] * 2]
+        threads = [
+            threading.Thread(target=work, args=(side,), daemon=True)
+            for side in [*SIDES, "read"] * 2
+        ]
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
         try:
@@ -240,6 +243,38 @@ class TestOrder:
         with pytest.raises(LoadTimeout), lock.read(0.0):
             pass
 
+    @pytest.mark.parametrize("side", SIDES)
+    def test_who_comes_between_any_two_lines_is_before_or_behind(self, lock, take, side):
+        """And a finalizer that comes and goes changes nothing: who is behind gets no better place.
+
+        So nobody is inside together, and nobody waits for somebody who waits for him.
+        """
+        together: list[Taker] = []
+        for number in points():
+            came: list[tuple[Taker, bool]] = []
+
+            def come(came=came):
+                arrived = lock.owned()
+                with contextlib.suppress(ReentryRefused), lock.read(0.0):
+                    pass
+                came.append((take("write"), arrived))
+                if not arrived:
+                    came[0][0].wait_inside()
+
+            def call(came=came):
+                with getattr(lock, side)(0.0):
+                    together.extend(writer for writer, _ in came if writer.inside.is_set())
+
+            point = AtPoint("line", number, come)
+            error = point.during(call)
+            if not point.place:
+                break
+            [(writer, arrived)] = came
+            assert (error is None) is arrived, point.place
+            writer.done()
+            assert together == [] and writer.error is None
+        check_free(lock)
+
     def test_a_wait_for_several_is_no_longer_than_one_step(self):
         """However slowly one after the other leaves, a deadline is kept."""
 
@@ -255,6 +290,15 @@ class TestOrder:
         steps_s.clear()
         assert _over(left, 0.05)
         assert left == []
+
+    def test_an_end_that_was_seen_is_not_looked_for_again(self, lock, take, monkeypatch):
+        """Or readers would meet at the lock of a writer that is long gone."""
+        take("write").done()
+        with lock.read():
+            pass
+        monkeypatch.setattr("gpu_worker.load_lock.steps", None)
+        with lock.read():
+            pass
 
     def test_what_is_kept_of_those_that_left_is_one_for_each_thread(self, lock):
         for side in SIDES * 5:
@@ -366,7 +410,7 @@ def when_waiting(lock: LoadLock, do: Callable[[], object]) -> Iterator[None]:
         do()
 
     assert mine not in lock._holds
-    other = threading.Thread(target=run)
+    other = threading.Thread(target=run, daemon=True)
     other.start()
     yield
     other.join(WAIT_S)
@@ -630,7 +674,7 @@ def test_threads_that_are_interrupted_at_random_leave_it_whole(lock, monkeypatch
                 stopped[0] += 1
 
     def start(side: str) -> threading.Thread:
-        thread = threading.Thread(target=run, args=(side,))
+        thread = threading.Thread(target=run, args=(side,), daemon=True)
         thread.start()
         return thread
 
@@ -840,7 +884,7 @@ def test_no_parameter_lands_on_meta_while_a_user_constructs(include_buffers):
             errors.append(error)
 
     mover = Model()
-    builder = threading.Thread(target=construct)
+    builder = threading.Thread(target=construct, daemon=True)
     builder.start()
     while builder.is_alive():
         for layer in mover.layers:
@@ -870,7 +914,7 @@ def test_an_assembly_waits_for_the_passes_under_way():
     mover = Taker(load_lock, "read")
     mover.wait_inside()
     with mapped(seal(Model())) as buffer:
-        building = threading.Thread(target=assemble, args=(KEY, slow, buffer))
+        building = threading.Thread(target=assemble, args=(KEY, slow, buffer), daemon=True)
         building.start()
         wait_until(lambda: any(hold.writes and not hold.over for hold in load_lock._holds.values()))
         assert not in_skeleton.is_set()
@@ -924,7 +968,7 @@ class TestConstructing:
             handles.append(worker.load(key, skeleton=skeleton, source=source))
 
         with gpu_worker.constructing():
-            loading = threading.Thread(target=load)
+            loading = threading.Thread(target=load, daemon=True)
             loading.start()
             wait_until(lambda: worker._table._flights._flights)
             with pytest.raises(ReentryRefused):
@@ -939,11 +983,13 @@ class TestConstructing:
             worker.load(key, skeleton=skeleton, build=skeleton, private=True)
 
     def test_loads_of_other_threads_wait(self, worker, key, source):
+        handles: list[gpu_worker.ModelHandle] = []
+
+        def load() -> None:
+            handles.append(worker.load(key, skeleton=skeleton, source=source))
+
         with gpu_worker.constructing():
-            loading = threading.Thread(
-                target=lambda: handles.append(worker.load(key, skeleton=skeleton, source=source))
-            )
-            handles: list[gpu_worker.ModelHandle] = []
+            loading = threading.Thread(target=load, daemon=True)
             loading.start()
             mine = load_lock._holds[threading.get_ident()]
             wait_until(lambda: any(hold.writes for hold in behind(mine)))
