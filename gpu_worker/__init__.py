@@ -8,11 +8,12 @@
 Importing this is cheap and works anywhere; torch is imported when a worker attaches.
 """
 
+from gpu_worker.attach import attach
 from gpu_worker.handle import ModelHandle
 from gpu_worker.records import EvictCause, Held
 from gpu_worker.reservation import Reservation
 from gpu_worker.residence import Resident
-from gpu_worker.worker import Worker, attach, constructing
+from gpu_worker.worker import Worker, constructing
 from shm_store.errors import (
     ArgumentRefused,
     BackingFailed,

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
 from gpu_worker.refusal import name_holders
 from gpu_worker.request import Ask, Charge, Progress
 from gpu_worker.residence import Residence, Resident
+from gpu_worker.resident_record import ResidentRecord
 from gpu_worker.waits import refuse_fork
 from shm_store.errors import BudgetExceeded, CallerError, WorkerClosed, listed
 from shm_store.keys import GenerationId, Key
@@ -215,41 +216,16 @@ class RecordTable:
 
     # --- devices --------------------------------------------------------------------------------
 
-    def offload(self, key: Key) -> bool:
-        """Take the module of `key` from its device; say whether it is on the host now."""
-        return self._offload([key]) == ()
-
-    def offload_all(self, keep: Collection[Key]) -> tuple[Key, ...]:
-        """Take all modules from the device but `keep`, and return the keys of those in use."""
+    def residences(self) -> dict[Key, Residence | None]:
+        """Return where the module of each key is that is handed out; None if it never moves."""
         with self._lock:
-            keys = [record.key for record in self._records.current()]
-        return self._offload([key for key in keys if key not in keep])
-
-    def _offload(self, keys: list[Key]) -> tuple[Key, ...]:
-        """Take modules from their device. Returns those that are in use there, or are none."""
-        with self._lock:
-            known = {record.key: record.module.residence for record in self._records.current()}
-        stay = []
-        for key in keys:
-            residence = known.get(key)
-            if key not in known or (residence is not None and not residence.leave()):
-                stay.append(key)
-        return tuple(stay)
+            return {record.key: record.module.residence for record in self._records.current()}
 
     def resident(self) -> tuple[Resident, ...]:
-        """Return what is on the device."""
+        """Return what is on the device, stale modules that are in use included."""
         with self._lock:
-            return tuple(
-                Resident(
-                    record.key,
-                    record.generation,
-                    residence.device.name,
-                    residence.size_bytes,
-                    self._records.locks_on(record) > 0,
-                )
-                for record in self._records.every()
-                if (residence := record.module.residence) is not None and residence.size_bytes
-            )
+            there = [record.module.residence for record in self._records.every()]
+            return tuple(one.resident() for one in there if one is not None and one.size_bytes)
 
     # --- for handles ----------------------------------------------------------------------------
 
@@ -436,15 +412,8 @@ class RecordTable:
         loaded.count_itself()
         record = Record(key, gen, wish.origin, loaded)
         if wish.device.pool is not None:
-            loaded.residence = Residence(
-                key,
-                wish.device,
-                self.client,
-                self._lock,
-                _locked(self._records, record),
-                count,
-                None if wish.keep_host else _Host(self.client, self._lock, record, wish.ask),
-            )
+            about = ResidentRecord(self._records, record, self.client, wish.ask, wish.keep_host)
+            loaded.residence = Residence(about, wish.device, self.client, self._lock, count)
         with self._lock:
             # What the coordinator asks from now on finds the record.
             gone = self._records.admit(record, claim, self.client.leases.asked(gen), whose)
@@ -544,51 +513,6 @@ def _ending(table: RecordTable, record: Record[Loaded]) -> Callable[[], None]:
             alive._end(record)
 
     return end
-
-
-class _Host:
-    """The weights of a record on the host, for a residence that may give them up; see `Host`."""
-
-    def __init__(
-        self, client: Client, lock: threading.RLock, record: Record[Loaded], ask: Ask
-    ) -> None:
-        self._client = client
-        self._lock = lock
-        self._record = weakref.ref(record)  # which has the residence, and that has this
-        self._ask = ask
-
-    def generation(self) -> GenerationId:
-        return self._known().generation
-
-    def weights(self) -> Buffer | None:
-        return self._known().module.shared
-
-    def let_go(self) -> None:
-        self._known().module.shared = None
-
-    def fetch(self, left_s: float | None) -> Buffer:
-        granted = self._client.acquire(self._ask, left_s, None)
-        record = self._known()
-        with self._lock:
-            record.generation = granted.gen
-            record.module.shared = granted.buffer
-        return granted.buffer
-
-    def _known(self) -> Record[Loaded]:
-        record = self._record()
-        assert record is not None  # it is locked
-        return record
-
-
-def _locked(records: Records[Loaded], record: Record[Loaded]) -> Callable[[], int]:
-    """Return what says how many locks a record has. Its residence has it, so it keeps neither."""
-    table, one = weakref.ref(records), weakref.ref(record)
-
-    def locked() -> int:
-        known, what = table(), one()
-        return 0 if known is None or what is None else known.locks_on(what)
-
-    return locked
 
 
 def _end_claim(table: weakref.ref[RecordTable], claim: ClaimId) -> None:

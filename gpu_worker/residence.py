@@ -20,9 +20,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from gpu_worker.client import Client
     from gpu_worker.counts import Count
     from gpu_worker.device import Block, Device
-    from gpu_worker.mapping import Buffer
     from gpu_worker.placement import Placement
+    from gpu_worker.resident_record import ResidentRecord
 
 
 @dataclass(slots=True, eq=False)
@@ -46,22 +45,6 @@ class _Move:
 
     over: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
-
-
-class Host(Protocol):
-    """The weights of a module on the host, which it may give up while it is on its device."""
-
-    def generation(self) -> GenerationId:
-        """Say which they are."""
-
-    def weights(self) -> Buffer | None:
-        """Return them, if they are there."""
-
-    def let_go(self) -> None:
-        """Keep them no more. The lease ends with the last tensor over them."""
-
-    def fetch(self, left_s: float | None) -> Buffer:
-        """Ask the coordinator for them again. They may be of another generation by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +69,37 @@ class Residence:
 
     def __init__(
         self,
-        key: Key,
+        record: ResidentRecord,
         device: Device,
         client: Client,
         lock: threading.RLock,
-        locked: Callable[[], int],
         count: Count,
-        host: Host | None = None,
     ) -> None:
         """Begin on the host.
 
         Args:
             lock: the table's.
-            locked: says how many locks the module has; called with that lock.
             count: where uploads are counted.
-            host: gives up its weights on the host while it is on its device, and gets them again.
         """
         self.here = False
         self.room_bytes: int | None = None
         self.size_bytes = 0
         self.device = device
-        self._key = key
+        self._record = record
         self._client = client
         self._lock = lock
-        self._locked = locked
         self._count = count
-        self._host = host
         self._move = _Move(over=True)
         # Of its one module, and only as long as that is there: it has the tensors.
         self._placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement]
         self._placements = weakref.WeakKeyDictionary()
         self._charge: Charge | None = None
+
+    def resident(self) -> Resident:
+        """Describe what is there. The caller has the lock."""
+        about = self._record
+        locked = about.locks > 0
+        return Resident(about.key, about.generation, self.device.name, self.size_bytes, locked)
 
     # --- for those who lock it ------------------------------------------------------------------
 
@@ -127,8 +110,10 @@ class Residence:
             BudgetExceeded: there was no room in time.
             DeviceOutOfMemory: the device has less than it should.
             LoadTimeout: another thread builds, or moves this module, for longer than `left_s`.
+            ReentryRefused: this thread builds a module.
             ArgumentRefused: it cannot be moved. In all cases it is on the host, and usable there.
         """
+        load_lock.refuse_owned()  # before it waits for somebody who may wait for that
         end_s = None if left_s is None else time.monotonic() + left_s
         started_s = time.monotonic()
         mine = _Move()
@@ -152,7 +137,7 @@ class Residence:
         """Be who moves it; say whether it is to be moved at all."""
         while True:
             with self._lock:
-                if self.here and (self.room_bytes is None or self._locked() > 1):
+                if self.here and (self.room_bytes is None or self._record.locks > 1):
                     return False
                 other = self._move
                 if other.over:
@@ -163,7 +148,8 @@ class Residence:
                 if other.over or other.ended.wait(step_s):
                     break
             else:
-                raise LoadTimeout(f"{self._key!r} was not there in time: another thread moves it")
+                key = self._record.key
+                raise LoadTimeout(f"{key!r} was not there in time: another thread moves it")
 
     def _has_right_size(self, module: torch.nn.Module) -> bool:
         """Say whether what is there is all that there is room for, if it is only a part."""
@@ -200,20 +186,21 @@ class Residence:
             self.size_bytes = size_bytes if placement.size_bytes else 0
             self.room_bytes = room_bytes
             self.here = True
-        if self._host is not None and placement.size_bytes and not placement.partial:
-            weights = self._host.weights()
+        if not self._record.keeps_host and placement.size_bytes and not placement.partial:
+            with self._lock:
+                weights = self._record.give_up()
             if weights is not None:
                 placement.give_up(weights)
-                self._host.let_go()
 
     def _fetch(self, module: torch.nn.Module, left_s: float | None) -> None:
         """Have the weights on the host again that were given up. Waits without any lock."""
         for placement in list(self._placements.values()):
             if placement.given_up:
-                assert self._host is not None
-                weights = self._host.fetch(left_s)
+                gen, weights = self._record.fetch(left_s)
                 with load_lock.read(left_s):
                     placement.take_back(weights)
+                with self._lock:
+                    self._record.keep(gen, weights)
         self._placements.clear()
 
     def _allocate(self, size_bytes: int, left_s: float | None) -> Block:
@@ -221,11 +208,11 @@ class Residence:
         pool = self.device.pool
         assert pool is not None
         charge = self._charge = Charge(residence=weakref.ref(self))
-        if self._host is not None:
-            charge.copy_of = self._host.generation()
+        if not self._record.keeps_host:
+            charge.copy_of = self._record.generation
         block: Block | None = None
         try:
-            self._client.charge(charge, self._key, pool, size_bytes, left_s)
+            self._client.charge(charge, self._record.key, pool, size_bytes, left_s)
             block = self.device.allocate(size_bytes, charge.gen)
             self._client.leases.watch_block(charge, block, self.device)
         except BaseException:
@@ -253,7 +240,7 @@ class Residence:
     def idle(self) -> bool:
         """Whether it could leave now."""
         with self._lock:
-            return self._move.over and not self._locked()
+            return self._move.over and not self._record.locks
 
     def rest(self) -> None:
         """A lock of it has ended. If that was the last, it leaves if it is to. The lock is held.
@@ -261,7 +248,7 @@ class Residence:
         Whoever locks it next then has to ask for room, behind those who wait.
         """
         charge = self._charge
-        if charge is not None and charge.asked in ("room", "stale") and not self._locked():
+        if charge is not None and charge.asked in ("room", "stale") and not self._record.locks:
             self.here = False
             self._client.leases.rested(charge)
 
@@ -270,11 +257,13 @@ class Residence:
 
         Raises:
             LoadTimeout: another thread builds for longer than `left_s`. It stays where it was.
+            ReentryRefused: this thread does.
         """
+        load_lock.refuse_owned()
         mine = _Move()
         try:
             with self._lock:
-                if not self._move.over or self._locked():
+                if not self._move.over or self._record.locks:
                     return False
                 was_here, self.here = self.here, False
                 self._move = mine

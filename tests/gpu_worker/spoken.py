@@ -16,6 +16,7 @@ from gpu_worker.request import Ask
 from shm_store import channel, segment
 from shm_store.errors import CoordinatorLost, WeightCacheError
 from shm_store.keys import Fingerprint, GenerationId, Key, RequestId
+from shm_store.report import ModelReport
 from shm_store.wire import (
     Bye,
     Cause,
@@ -42,6 +43,9 @@ KEY = Key("tests/weights")
 
 class Sharer:
     """Shares a connection, as a worker does that keeps nothing."""
+
+    def counted(self) -> list[ModelReport]:
+        return []
 
     def look(self, gen: GenerationId) -> None:
         return None

@@ -41,5 +41,11 @@ def test_what_handles_need_of_a_worker_is_not_offered():
         "evict",
         "flush",
         "shutdown",
+        "offload",
+        "offload_all",
+        "resident",
+        "session",
+        "reserve",
+        "make_room",
     }
     assert {name for name in vars(ModelHandle) if not name.startswith("_")} == {"close"}
