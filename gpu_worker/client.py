@@ -201,7 +201,14 @@ class Client:
                 self._session.put_away(request)
 
     def charge(
-        self, charge: Charge, key: Key, pool: str, size_bytes: int, timeout_s: float | None
+        self,
+        charge: Charge,
+        key: Key,
+        pool: str,
+        size_bytes: int,
+        timeout_s: float | None,
+        *,
+        patient: bool = True,
     ) -> None:
         """Wait for room for private memory of this process, and have it counted.
 
@@ -209,6 +216,7 @@ class Client:
             charge: is made one of the coordinator's. It is the caller's to give back, by
                 `leases.discharge`, whatever this raises.
             key: what it is for. For people only.
+            patient: wait for a coordinator, too, if none answers.
 
         Raises:
             BudgetExceeded: there was none in time.
@@ -217,7 +225,7 @@ class Client:
         self.check_caller()
         limit_s = _lasting(timeout_s)
         left_s = None if timeout_s is None else timeout_s + GRACE_S
-        patience_s = self._session.patience_s
+        patience_s = self._session.patience_s if patient else 0.0
         request = Request(key, timeout_s, left_s, patience_s, kind="charge", charge=charge)
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
@@ -244,7 +252,9 @@ class Client:
             CoordinatorLost: nobody answers.
         """
         try:
-            self.charge(Charge(), _NOBODYS, pool, SIZE_LIMIT_BYTES, POSSIBLE_TIMEOUT_S)
+            self.charge(
+                Charge(), _NOBODYS, pool, SIZE_LIMIT_BYTES, POSSIBLE_TIMEOUT_S, patient=False
+            )
         except BudgetExceeded as refusal:
             return refusal.possible_bytes
         raise ProtocolViolation(f"pool {pool!r} has room for anything")

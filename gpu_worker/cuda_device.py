@@ -124,6 +124,8 @@ def charged_bytes(size_bytes: int) -> int:
 class CudaDevice:
     """One GPU, as this process sees it; see `gpu_worker.device.Device`."""
 
+    forks = False
+
     def __init__(self, index: int) -> None:
         """Use the device of that index, which `usable_index` has returned.
 

@@ -43,6 +43,10 @@ class Device(Protocol):
         """Return "cpu", "cuda:1", "sim:0". Equal names are one device."""
 
     @property
+    def forks(self) -> bool:
+        """Whether a forked child can use it, and what is on it."""
+
+    @property
     def torch_device(self) -> torch.device:
         """Return where torch sees its tensors: "cpu" for `sim`."""
 
@@ -84,6 +88,7 @@ class _Cpu:
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    forks = True
     pool = None
 
     def total_bytes(self) -> int:

@@ -136,6 +136,7 @@ class Leases:
         """
         assert self._mappings is not None
         self._mappings.after_fork(new_lease, self.keeper.queue)
+        self._charges = {gen: charge for gen, charge in self._charges.items() if charge.forks}
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False
             if charge.memory is not None:

@@ -128,6 +128,19 @@ class Group:
                 if there is not None:
                     self._point_home(moved, there)
 
+    def abandon(self) -> list[torch.Tensor]:
+        kept = []
+        with torch.inference_mode(False), torch.no_grad():
+            for moved in self._moved:
+                there, moved.there = moved.there, None
+                if there is not None and moved.swapped:
+                    _swap(moved, there)
+                    kept.append(there)
+                elif there is not None:
+                    kept += [there, moved.tensor.data]
+                    moved.tensor.data = moved.home
+        return kept
+
     @property
     def given_up(self) -> bool:
         return any(moved.in_weights is not None for moved in self._moved)
@@ -283,6 +296,15 @@ class Placement:
             WeightsMissing: these lack some of it.
         """
         self._stay.take_back(tensors(weights))
+
+    def abandon(self) -> list[torch.Tensor]:
+        """Have every tensor lie on the host again, whatever was edited; return those on the device.
+
+        In a forked child, where nothing can be done with these, dropping them included.
+        """
+        if self._streaming is not None:
+            self._streaming.end()
+        return self._stay.abandon()
 
     def point_home(self) -> None:
         """Have every tensor lie on the host again. May be called at any time, more than once.

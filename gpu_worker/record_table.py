@@ -347,6 +347,9 @@ class RecordTable:
         self._flights.after_fork()
         for record in self._records.unasked():
             record.module.revive()
+        for record in self._records.every():
+            if record.module.residence is not None:
+                record.module.residence.after_fork()
         for claim, known in list(self._handles.items()):
             handle = known()
             if handle is not None:

@@ -66,6 +66,7 @@ class Charge:
     Attributes:
         residence: what is on a device by it, and can leave that; see there.
         memory: the device's, for which it is; `block_end` gives both back.
+        forks: a forked child has it, too.
         fixed: it is never asked for.
         copy_of: the generation that is in it, if this process leases that no more.
         key, pool, size_bytes: what it was asked for as.
@@ -78,6 +79,7 @@ class Charge:
     residence: Callable[[], Residence | None] | None = None
     memory: Memory | None = None
     block_end: Callable[[], object] | None = None
+    forks: bool = True
     fixed: bool = False
     copy_of: GenerationId = NO_GENERATION
     key: Key = _NO_KEY

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
 from gpu_worker.waits import steps
-from shm_store.errors import BudgetExceeded, LoadTimeout
+from shm_store.errors import BudgetExceeded, CoordinatorLost, LoadTimeout
 from shm_store.keys import GenerationId, Key
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class _Move:
 
     over: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
+    thread: int = field(default_factory=threading.get_ident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,10 @@ class Residence:
         started_s = time.monotonic()
         mine = _Move()
         try:
-            if not self._begin(mine, end_s):
+            was_here = self._begin(mine, end_s)
+            if was_here is None:
                 return
-            if not self._has_right_size(module):
+            if not (was_here and self._has_right_size()):
                 self._bring(module, end_s, started_s)
         except BaseException as error:
             if self._move is mine:
@@ -133,16 +135,17 @@ class Residence:
             mine.over = True
             mine.ended.set()
 
-    def _begin(self, mine: _Move, end_s: float | None) -> bool:
-        """Be who moves it; say whether it is to be moved at all."""
+    def _begin(self, mine: _Move, end_s: float | None) -> bool | None:
+        """Be who moves it, and say whether it is there, in part; None if it is there to be used."""
         while True:
             with self._lock:
                 if self.here and (self.room_bytes is None or self._record.locks > 1):
-                    return False
+                    return None
                 other = self._move
                 if other.over:
                     self._move = mine
-                    return True
+                    was_here, self.here = self.here, False
+                    return was_here
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             for step_s in steps(left_s, os.getpid()):
                 if other.over or other.ended.wait(step_s):
@@ -151,12 +154,16 @@ class Residence:
                 key = self._record.key
                 raise LoadTimeout(f"{key!r} was not there in time: another thread moves it")
 
-    def _has_right_size(self, module: torch.nn.Module) -> bool:
-        """Say whether what is there is all that there is room for, if it is only a part."""
-        if not self.here:
-            return False
+    def _has_right_size(self) -> bool:
+        """Say whether the part that is there is all that there is room for. It is used then."""
         assert self.device.pool is not None
-        return self._client.possible_bytes(self.device.pool) == self.room_bytes
+        try:
+            possible_bytes = self._client.possible_bytes(self.device.pool)
+        except CoordinatorLost:
+            possible_bytes = self.room_bytes or 0  # who computes does not wait for that
+        with self._lock:
+            self.here = possible_bytes == self.room_bytes
+        return self.here
 
     def _bring(self, module: torch.nn.Module, end_s: float | None, started_s: float) -> None:
         from gpu_worker.placement import Placement
@@ -207,7 +214,7 @@ class Residence:
         """Return memory on the device, which is charged until the device has it back."""
         pool = self.device.pool
         assert pool is not None
-        charge = self._charge = Charge(residence=weakref.ref(self))
+        charge = self._charge = Charge(residence=weakref.ref(self), forks=self.device.forks)
         if not self._record.keeps_host:
             charge.copy_of = self._record.generation
         block: Block | None = None
@@ -233,6 +240,20 @@ class Residence:
         block.finish()
         with load_lock.read(_left(end_s)):
             placement.point_there(block)
+
+    def after_fork(self) -> None:
+        """In a forked child: what another thread was at is over, and CUDA cannot be used any more.
+
+        What it was half through with the next move puts right. Device memory that cannot be used is
+        the parent's; it is not to be freed here either.
+        """
+        if self._move.thread != threading.get_ident():
+            self._move.over = True
+        if not self.device.forks:
+            for placement in list(self._placements.values()):
+                _the_parents.append(placement.abandon())
+            self._placements.clear()
+            self.here, self.size_bytes, self.room_bytes, self._charge = False, 0, None, None
 
     # --- for those who need its room ------------------------------------------------------------
 
@@ -292,6 +313,9 @@ class Residence:
 
 
 _DONE = object()
+
+_the_parents: list[object] = []
+"""Tensors in memory that a forked child must not even free."""
 
 
 def _left(end_s: float | None) -> float | None:

@@ -86,6 +86,7 @@ class SimDevice:
     """One simulated device in this process; see `gpu_worker.device.Device`."""
 
     torch_device = torch.device("cpu")
+    forks = True
 
     def __init__(self, index: int, size_bytes: int | None = None) -> None:
         """Make the device of that index, in general by `device_named`.
