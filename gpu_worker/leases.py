@@ -15,20 +15,24 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gpu_worker.keeper import Keeper
+from gpu_worker.pages import any_own
 from gpu_worker.records import Asked
 from gpu_worker.request import Charge
 from shm_store import wire
 from shm_store.errors import DeviceUnavailable, LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId
+from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.report import ModelReport
 from shm_store.wire import Ack, Counts, Declare, HeldCharge, HeldMap, Release, Revoke
 
@@ -69,6 +73,14 @@ class Seen:
     used: bool
     elsewhere: bool
     garbage: bool
+
+
+class Segment(NamedTuple):
+    """The file behind a map: `fd` has the bytes that are at `address`."""
+
+    fd: int
+    address: int
+    size_bytes: int
 
 
 class Holder(Protocol):
@@ -198,6 +210,22 @@ class Leases:
         if models:
             with self._lock:
                 self._connection.post(Counts(tuple(models[-wire.MODELS_LIMIT :])))
+
+    @contextlib.contextmanager
+    def segment(self, gen: GenerationId, weights: Buffer) -> Iterator[Segment | None]:
+        """Give the segment that `weights` are a map of, to be read in the block.
+
+        None where it is not what this process sees: pages of the map were written to.
+        """
+        assert self._mappings is not None
+        address, size_bytes = ctypes.addressof(weights), len(weights)
+        edited = any_own(address, round_up(size_bytes, PAGE_BYTES))
+        fd = None if edited else self._mappings.dup_fd(gen)
+        try:
+            yield None if fd is None else Segment(fd, address, size_bytes)
+        finally:
+            if fd is not None:
+                os.close(fd)
 
     def watch_block(self, charge: Charge, block: Block, device: Device) -> None:
         """Have a charge end when the device has its block back: after the last tensor over it."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import os
 import threading
@@ -311,6 +312,14 @@ class MappingTable:
                 for mapping in self._mappings.values()
                 if mapping.fd >= 0
             ]
+
+    def dup_fd(self, gen: GenerationId) -> int | None:
+        """Return an fd of the segment of a generation, the caller's to close; None without one."""
+        with self._lock:
+            mapping = self._mappings.get(gen)
+            if mapping is None or mapping.fd < 0:
+                return None
+            return fcntl.fcntl(mapping.fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.

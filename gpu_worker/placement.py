@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from gpu_worker.device import Block, Device, Piece
+from gpu_worker.leases import Segment
 from gpu_worker.mapping import Buffer
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
@@ -46,9 +47,14 @@ class _Storage:
     offset_bytes: int = 0
     there: torch.Tensor | None = None
 
-    def bytes(self) -> torch.Tensor:
-        """Return it as bytes, without a copy."""
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.memory)
+    def piece(self, begin: int, size_bytes: int, segment: Segment | None) -> Piece:
+        """Return a part of it, to be copied."""
+        if segment is not None:
+            at = self.memory.data_ptr() - segment.address + begin
+            if at >= 0 and at + size_bytes <= segment.size_bytes:
+                return Piece(None, segment.fd, at, size_bytes)
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.memory)
+        return Piece(whole[begin : begin + size_bytes], None, 0, size_bytes)
 
 
 @dataclass(slots=True)
@@ -91,14 +97,13 @@ class Group:
         for storage, offset in zip(self._order, offsets, strict=True):
             storage.offset_bytes = offset_bytes + offset
 
-    def steps(self, block: Block) -> Iterator[None]:
-        """Copy everything into `block`, a bounded part at each step."""
+    def steps(self, block: Block, segment: Segment | None = None) -> Iterator[None]:
         sizes = [storage.memory.nbytes() for storage in self._order]
         for batch in passes(sizes):
             for index, begin, size_bytes in batch:
                 storage = self._order[index]
-                part = storage.bytes()[begin : begin + size_bytes]
-                block.fill(storage.offset_bytes + begin, Piece(part, None, 0, size_bytes))
+                piece = storage.piece(begin, size_bytes, segment)
+                block.fill(storage.offset_bytes + begin, piece)
             yield
 
     def point_there(self, block: Block) -> None:
@@ -267,9 +272,13 @@ class Placement:
         self.size_bytes = self._stay.size_bytes + plan.beside_bytes
         self._streaming = Streaming(streams)
 
-    def steps(self, block: Block) -> Iterator[None]:
-        """Copy everything that stays into `block`, a bounded part at each step."""
-        return self._stay.steps(block)
+    def steps(self, block: Block, segment: Segment | None = None) -> Iterator[None]:
+        """Copy everything that stays into `block`, a bounded part at each step.
+
+        Args:
+            segment: what lies in its map is read from it, so that no page of the map need be there.
+        """
+        return self._stay.steps(block, segment)
 
     def point_there(self, block: Block) -> None:
         """Have every tensor that stays lie in `block`, which has all the bytes."""

@@ -15,11 +15,13 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import traceback
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from gpu_worker.client import Client
     from gpu_worker.counts import Count
     from gpu_worker.device import Block, Device
+    from gpu_worker.leases import Segment
     from gpu_worker.placement import Placement
     from gpu_worker.resident_record import ResidentRecord
 
@@ -232,12 +235,13 @@ class Residence:
         return block
 
     def _upload(self, placement: Placement, block: Block, end_s: float | None) -> None:
-        todo = placement.steps(block)
-        while True:
-            with load_lock.read(_left(end_s)):
-                if next(todo, _DONE) is _DONE:
-                    break
-        block.finish()
+        with self._segment() as segment:
+            todo = placement.steps(block, segment)
+            while True:
+                with load_lock.read(_left(end_s)):
+                    if next(todo, _DONE) is _DONE:
+                        break
+            block.finish()
         with load_lock.read(_left(end_s)):
             placement.point_there(block)
 
@@ -254,6 +258,14 @@ class Residence:
                 _the_parents.append(placement.abandon())
             self._placements.clear()
             self.here, self.size_bytes, self.room_bytes, self._charge = False, 0, None, None
+
+    def _segment(self) -> AbstractContextManager[Segment | None]:
+        """Return what the weights are to be read from instead of their map, if anything."""
+        with self._lock:
+            weights, gen = self._record.weights, self._record.generation
+        if weights is None:
+            return contextlib.nullcontext()
+        return self._client.leases.segment(gen, weights)
 
     # --- for those who need its room ------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class ResidentRecord:
     def generation(self) -> GenerationId:
         return self._known().generation
 
+    @property
+    def weights(self) -> Buffer | None:
+        """The weights on the host, if they are shared, and there."""
+        return self._known().module.shared
+
     def give_up(self) -> Buffer | None:
         """Keep the weights on the host no more, and return them, if they are there.
 

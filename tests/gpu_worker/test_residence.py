@@ -27,6 +27,9 @@ from tests.gpu_worker.on_device import MIB, charged, matrix, new_device, skeleto
 from tests.gpu_worker.served import WAIT_S, wait_until
 
 SIDE = 512
+AROUND_MANIFEST_BYTES = 64 * 1024
+"""What the kernel maps around a page that is read, as the one with the manifest was."""
+
 MODEL_BYTES = SIDE * SIDE * 4 + 4096
 """What `matrix(SIDE)` takes on a device: its bias has a page of its own."""
 
@@ -58,6 +61,18 @@ def on_host(operator, key: str):
     """The generation of a key on the host."""
     (found,) = [g for g in operator.status().generations if g.key == key and g.pool == "ram"]
     return found
+
+
+def resident_bytes(address: int) -> int:
+    """What of the map at an address has pages in this process."""
+    with open("/proc/self/smaps") as smaps:
+        lines = iter(smaps)
+        for line in lines:
+            bounds = line.split()[0].split("-")
+            if len(bounds) == 2 and int(bounds[0], 16) <= address < int(bounds[1], 16):
+                rss = next(line for line in lines if line.startswith("Rss:"))
+                return int(rss.split()[1]) * 1024
+    raise AssertionError("nothing is mapped there")
 
 
 def agree(worker, operator, device) -> int:
@@ -140,6 +155,32 @@ class TestLock:
         with load(worker, "own", 3.0, private=True) as module:
             assert (module(torch.ones(1, SIDE)) == 3.0 * SIDE + 3.0).all()
             assert agree(worker, operator, device) == MODEL_BYTES
+
+
+class TestSource:
+    """Where an upload has its bytes from."""
+
+    def test_no_weights_are_read_through_the_host_map(self, worker):
+        handle = load(worker, "untouched", 2.0)
+        module = handle.__enter__()
+        handle.__exit__(None, None, None)
+        worker.offload("untouched")
+        address = module.weight.data_ptr()
+        assert resident_bytes(address) <= AROUND_MANIFEST_BYTES
+        with handle:
+            assert (module(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
+        worker.offload("untouched")
+        assert resident_bytes(address) <= AROUND_MANIFEST_BYTES
+
+    def test_what_was_edited_on_the_host_is_what_comes(self, worker):
+        """Also through `.data`, which torch does not count: the kernel does."""
+        handle = load(worker, "edited", 2.0)
+        with handle as module:
+            pass
+        worker.offload("edited")
+        module.weight.data.mul_(3.0)
+        with handle:
+            assert (module(torch.ones(1, SIDE)) == 6.0 * SIDE + 2.0).all()
 
 
 class TestRoom:
@@ -392,6 +433,40 @@ class TestTooLarge:
                 with handle:
                     assert worker.resident() == (there,), "locked again: as it is"
             agree(worker, operator, device)
+
+    def test_who_locks_a_part_while_its_size_is_looked_at_waits_for_that(
+        self, worker, operator, device, monkeypatch
+    ):
+        """It may be about to leave, for a larger part."""
+        deep = lambda: torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(4)))  # noqa: E731
+        handle = worker.load("deep", skeleton=deep, build=deep)
+        with handle as module:
+            said = module(torch.ones(1, SIDE))
+        looking, go_on = threading.Event(), threading.Event()
+        possible_bytes = worker._client.possible_bytes
+
+        def slowly(pool: str) -> int:
+            looking.set()
+            assert go_on.wait(WAIT_S)
+            return possible_bytes(pool) + MIB
+
+        monkeypatch.setattr(worker._client, "possible_bytes", slowly)
+        answers = []
+
+        def infer() -> None:
+            with handle as module:
+                answers.append(module(torch.ones(1, SIDE)))
+
+        threads = [threading.Thread(target=infer) for _ in range(2)]
+        threads[0].start()
+        assert looking.wait(WAIT_S)
+        threads[1].start()
+        wait_until(lambda: worker._table.held()[0].locks == 2)
+        assert answers == []
+        go_on.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert all(torch.equal(answer, said) for answer in answers) and len(answers) == 2
 
 
 class TestFailure:

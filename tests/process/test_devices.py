@@ -146,6 +146,35 @@ def test_a_forked_child_has_what_its_parent_had_there(on_device, operator):
     assert agree(operator) == 0
 
 
+FORK_IN_UPLOAD = """
+from gpu_worker.sim_device import Faults, tell
+slow = Faults(slow_s=60.0)
+tell(device, slow)
+thread = in_thread(lambda: use('a', 1))
+assert slow.begun.wait(20.0)
+pid = os.fork()
+if not pid:
+    code = 1
+    try:
+        tell(device, Faults())
+        use('a', 1)
+        code = 0
+    finally:
+        os._exit(code)
+"""
+
+
+def test_a_child_forked_in_an_upload_brings_its_module_itself(on_device, operator):
+    """The thread that was at it is not there to end it."""
+    a = on_device("a")
+    a.do(FORK_IN_UPLOAD)
+    assert a.do("os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])") == 0
+    a.do("slow.go_on.set()")
+    a.do("thread.join(20.0)")
+    assert a.do("[one.key for one in worker.resident()]") == ["a"]
+    assert agree(operator) == MIB
+
+
 def _there(operator):
     name = f"vram:sim-{DEVICE.partition(':')[2]}"
     return [g for g in operator.status().generations if g.pool == name]
