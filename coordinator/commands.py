@@ -396,7 +396,9 @@ def invalidate(
 
 @app.command(cls=PlainCommand)
 def limit(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool, such as ram.")],
+    pool: Annotated[
+        str, typer.Argument(metavar="POOL", help="ram, or a device's, such as vram:UUID.")
+    ],
     size: Annotated[str, typer.Argument(metavar="SIZE", help="Its limit, such as 20GiB.")],
     socket: Socket = None,
 ) -> None:
@@ -406,7 +408,7 @@ def limit(
     crash, it is kept for that one.
 
     Nothing in use is taken away: what is above the limit goes when it is idle, and until then
-    nothing more is let in.
+    nothing more is let in. A device may be limited before anybody uses it.
     """
     from shm_store.report import size_text
     from shm_store.sizes import parse_size
