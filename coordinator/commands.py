@@ -241,6 +241,10 @@ def status(
     and the kernel is asked for memory; filling; ready; retired, replaced or invalidated but still
     held; freeing. "waiting" counts the requests that wait for it, "waiting for" the keys that a
     process waits for. Ready weights that nobody holds are retained: kept warm until room is needed.
+
+    What is on a device is the copy of one process: there, or waiting for room, or reserved without
+    a model. The last table says how often loads found a model in their process, how much went to
+    the device, and how long locks waited and moves took, by all processes that are attached.
     """
     from coordinator.group_file import group_lines, read_group
 
@@ -396,7 +400,9 @@ def invalidate(
 
 @app.command(cls=PlainCommand)
 def limit(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool, such as ram.")],
+    pool: Annotated[
+        str, typer.Argument(metavar="POOL", help="ram, or a device's, such as vram:UUID.")
+    ],
     size: Annotated[str, typer.Argument(metavar="SIZE", help="Its limit, such as 20GiB.")],
     socket: Socket = None,
 ) -> None:
@@ -406,7 +412,7 @@ def limit(
     crash, it is kept for that one.
 
     Nothing in use is taken away: what is above the limit goes when it is idle, and until then
-    nothing more is let in.
+    nothing more is let in. A device may be limited before anybody uses it.
     """
     from shm_store.report import size_text
     from shm_store.sizes import parse_size

@@ -19,7 +19,9 @@ from shm_store.keys import short_generation
 from shm_store.report import (
     GenerationReport,
     LeaseReport,
+    ModelReport,
     PoolReport,
+    SessionReport,
     StatusReport,
     size_text,
 )
@@ -41,6 +43,9 @@ UNREAD_SHOWN = 3
 
 POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
 RUNNING_STATES = ("open", "reserved", "filling")
+
+DEVICE_POOL = "vram:"
+"""What the names of devices' pools begin with; in them everything is one process's own."""
 
 
 def plain(text: str) -> str:
@@ -77,11 +82,17 @@ def show_status(report: StatusReport, socket: str) -> None:
     state = "draining, takes no new work" if report.draining else "serving"
     print(f"coordinator on {plain(socket)}: {state}", flush=True)
     _draw(pools_table(report.pools), sys.stdout)
-    if report.generations:
+    shared = [one for one in report.generations if not one.pool.startswith(DEVICE_POOL)]
+    if shared:
         print()
-        _draw(generations_table(report.generations), sys.stdout)
+        _draw(generations_table(shared), sys.stdout)
     else:
         print("no weights are held")
+    for pool in report.pools:
+        there = [one for one in report.generations if one.pool == pool.name]
+        if there and pool.name.startswith(DEVICE_POOL):
+            print(f"\non {plain(pool.name)}:", flush=True)
+            _draw(generations_table(there), sys.stdout)
     loaded = {generation.key for generation in report.generations if generation.pinned}
     if early := [plain(key) for key in report.pins if key not in loaded]:
         print(f"pinned, and not loaded: {listed(early)}")
@@ -90,6 +101,9 @@ def show_status(report: StatusReport, socket: str) -> None:
         _draw(sessions_table(report), sys.stdout)
     else:
         print("no worker is attached")
+    if any(session.models for session in report.sessions):
+        print()
+        _draw(models_table(report.sessions), sys.stdout)
 
 
 def show_audit(report: AuditReport) -> None:
@@ -140,7 +154,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 def pools_table(pools: Sequence[PoolReport]) -> Table:
     """Return a table of budgets, and of what fills them: the kinds of which there is something."""
     kinds = [kind for kind in POOL_KINDS if any(getattr(pool, f"{kind}_bytes") for pool in pools)]
-    table = _table("pool", "limit", "charged", *kinds)
+    table = _table("pool", "limit", "charged", *kinds, folded=("pool",))
     for pool in pools:
         figures = [getattr(pool, f"{kind}_bytes") for kind in kinds]
         sizes = [pool.limit_bytes, pool.in_use_bytes, *figures]
@@ -174,6 +188,10 @@ def _lease_text(lease: LeaseReport) -> str:
 
 
 def _state_text(generation: GenerationReport) -> str:
+    if generation.pool.startswith(DEVICE_POOL):
+        there = "reserved" if generation.fixed else "there"
+        words = {"open": "waits for room", "ready": there}
+        return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []
     marks += ["pinned"] if generation.pinned else []
     return ", ".join([plain(generation.state), *marks])
@@ -197,6 +215,31 @@ def sessions_table(report: StatusReport) -> Table:
             _cut(plain(session.name)),
             _cut(plain(session.device)),
             "\n".join(plain(key) for key in session.waiting_for) or "-",
+        )
+    return table
+
+
+def models_table(sessions: Sequence[SessionReport]) -> Table:
+    """Return a table of what the attached processes together have done with each model."""
+    table = _table(
+        *("model", "device", "processes", "hits", "misses", "moved", "waited", "moving"),
+        folded=("model",),
+        cut=("device",),
+    )
+    said: dict[tuple[str, str], list[ModelReport]] = {}
+    for session in sessions:
+        for model in session.models:
+            said.setdefault((model.key, model.device), []).append(model)
+    for (key, device), models in sorted(said.items()):
+        table.add_row(
+            plain(key),
+            _cut(plain(device)),
+            str(len(models)),
+            str(sum(model.hits for model in models)),
+            str(sum(model.misses for model in models)),
+            _short_size(sum(model.moved_bytes for model in models)),
+            _taken_text(sum(model.waited_s for model in models)),
+            _taken_text(sum(model.moved_s for model in models)),
         )
     return table
 
@@ -252,6 +295,10 @@ def _age_text(age_s: float) -> str:
     if age_s < 120:
         return f"{age_s:.0f} s"
     return f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"
+
+
+def _taken_text(taken_s: float) -> str:
+    return f"{taken_s:.1f} s" if taken_s < 100 else _age_text(taken_s)
 
 
 def _cut(text: str) -> Text:

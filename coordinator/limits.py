@@ -1,18 +1,19 @@
 """The file that says what a group's pools may hold: read at the start, and again on SIGHUP.
 
-One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` begins a comment.
+One line for each pool, `POOL SIZE`, as `weight-cache limit` takes them. `#` begins a comment. A
+device's pool may be named before anybody uses the device: it is there from then on.
 """
 
 from __future__ import annotations
 
-from shm_store.errors import ArgumentRefused, listed
+from coordinator.ledger.lifecycle import names_device
+from shm_store.errors import ArgumentRefused
 from shm_store.sizes import parse_size
 
 FILE_LIMIT_BYTES = 64 * 1024
 
 RAM = "ram"
-POOLS = (RAM,)
-"""Those that every coordinator has; there are no others."""
+"""The pool that every coordinator has. The others are devices'."""
 
 
 def read_limits(path: str) -> dict[str, int]:
@@ -38,10 +39,10 @@ def read_limits(path: str) -> dict[str, int]:
             pool, size = words[0], " ".join(words[1:])
             if not size:
                 raise ArgumentRefused(f"{pool!r} has no size", remedy="write a pool and its size")
-            if pool not in POOLS:
-                there_are = listed([repr(name) for name in POOLS])
+            if pool != RAM and not names_device(pool):
                 raise ArgumentRefused(
-                    f"there is no pool {pool!r}", remedy=f"those there are: {there_are}"
+                    f"there is no pool {pool!r}",
+                    remedy=f"use {RAM!r}, or 'vram:UUID' for a device, as `status` names it",
                 )
             if pool in limits:
                 raise ArgumentRefused(f"{pool!r} has a limit already")

@@ -124,8 +124,8 @@ class _Group:
         self._signals = signals
         self._launched = os.getppid()
         self._limits = {} if plan.limits is None else read_limits(plan.limits)
-        self._unsent: dict[str, int] = {}
-        """Limits that were read while no coordinator could be told."""
+        self._unsent = {pool: size for pool, size in self._limits.items() if pool != RAM}
+        """Limits that were read while no coordinator could be told. It is started with RAM's."""
         self._loop = Loop()
         # The limit of open files as it was is for the workers: `select` cannot count far.
         self._fds_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -9,7 +9,7 @@ Rules
     Note on edits on the device
     fact: torch counts changes of a tensor in place, but not those that go through its `.data`
     consequence: those are not seen, and lost when the module leaves its device
-    choice: the counter; docs/guide.md says how to patch weights so that it survives
+    choice: the counter; docs/devices.md says how to patch weights so that it survives
     cost: none
 
     Note on tensor subclasses

@@ -202,11 +202,14 @@ def attached(turn: Turn, event: Attached) -> None:
     )
 
 
+def names_device(name: str) -> bool:
+    """Say whether a device's pool can have this name."""
+    return name.startswith(VRAM) and name.isprintable() and len(name) <= POOL_NAME_LIMIT
+
+
 def may_be_pool(ledger: Ledger, name: str, beside: int = 0) -> bool:
     """Say whether there can be one more pool, of this name, `beside` so many other new ones."""
-    full = len(ledger.pools) + beside >= POOLS_LIMIT
-    fit = name.startswith(VRAM) and name.isprintable() and len(name) <= POOL_NAME_LIMIT
-    return fit and not full
+    return names_device(name) and len(ledger.pools) + beside < POOLS_LIMIT
 
 
 def declared(turn: Turn, message: Declare) -> None:

@@ -20,6 +20,7 @@ from shm_store.errors import BudgetExceeded, SourceNotOpened
 from shm_store.report import (
     GenerationReport,
     LeaseReport,
+    ModelReport,
     PoolReport,
     SessionReport,
     StatusReport,
@@ -177,6 +178,85 @@ def test_a_column_that_would_say_nothing_is_left_out(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "pool  limit    charged"
     assert "key  generation  state  size  held by" in lines
+
+
+GPU = "vram:5f3c0b7a-9c1d-4e7e-8a55-0d7a3a1b9c11"
+
+
+def device_report() -> StatusReport:
+    lease = (LeaseReport(1, 4194303, 7.0),)
+
+    def there(number: int, key: str, state: str, size_bytes: int, **facts) -> GenerationReport:
+        leases = () if state == "freeing" else lease
+        gen = f"00ff-0000000{number}"
+        return GenerationReport(
+            key, gen, state, size_bytes, GPU, False, leases, private=True, **facts
+        )
+
+    moved = ModelReport(LONG_KEY, "cuda:0", 40, 2, 5 * GIB, 0.84, 0.26)
+    return StatusReport(
+        False,
+        (
+            PoolReport("ram", 8 * GIB, GIB, GIB, 0, 0, 0, 0, 0),
+            PoolReport(GPU, 20 * GIB, 10 * GIB, 0, 0, 0, 0, 9 * GIB, GIB),
+            PoolReport("vram:idle", 20 * GIB, 0, 0, 0, 0, 0, 0, 0),
+        ),
+        (
+            GenerationReport(LONG_KEY, "00ff-00000001", "ready", GIB, "ram", False, lease),
+            there(2, LONG_KEY, "ready", 5 * GIB),
+            there(3, "working memory", "ready", 4 * GIB, fixed=True),
+            there(4, "k", "open", 30 * GIB, waiting=1),
+            there(5, "dead", "freeing", GIB),
+        ),
+        (
+            SessionReport(1, 4194303, "web", "cuda:0", (), True, (moved,)),
+            SessionReport(
+                2,
+                77,
+                "web",
+                "cuda:0",
+                (),
+                True,
+                (moved, ModelReport("k\x1b", "cpu", 0, 1, 0, 4000.0, 0.0)),
+            ),
+        ),
+    )
+
+
+def test_what_is_on_a_device_is_shown_by_itself(capsys):
+    """Not among the weights that are shared, and not called private: there everything is."""
+    show_status(device_report(), "s")
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"{GPU} 20.0 GiB 10.0 GiB 0 B 9.0 GiB 1.0 GiB" in lines
+    begin = lines.index(f"on {GPU}:")
+    assert lines[begin - 2 : begin] == [f"{LONG_KEY} #1 ready 1.0 GiB pid 4194303 (7 s)", ""]
+    assert lines[begin + 3 : begin + 7] == [
+        f"{LONG_KEY} #2 there 5.0 GiB pid 4194303 (7 s) 0",
+        "working memory #3 reserved 4.0 GiB pid 4194303 (7 s) 0",
+        "k #4 waits for room 30.0 GiB pid 4194303 (7 s) 1",
+        "dead #5 freeing 1.0 GiB - 0",
+    ]
+    assert "on vram:idle:" not in lines
+
+
+def test_what_processes_have_done_with_a_model_is_added_up(capsys):
+    show_status(device_report(), "s")
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    begin = lines.index("model device processes hits misses moved waited moving")
+    assert lines[begin + 2 :] == [
+        f"{LONG_KEY} cuda:0 2 80 4 10.0 GiB 1.7 s 0.5 s",
+        "k\\x1b cpu 1 0 1 0 B 67 min 0.0 s",
+    ]
+
+
+def test_devices_fit_in_80_columns_with_their_figures(monkeypatch):
+    """It is the name of a pool that goes over lines; above what is on it, it is whole."""
+    terminal = on_80_columns(monkeypatch, "stdout")
+    show_status(device_report(), "s")
+    lines = terminal.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80 and f"on {GPU}:" in lines
+    (figures,) = (line.split()[1:] for line in lines if line.startswith(GPU[:20]))
+    assert " ".join(figures) == "20.0 GiB 10.0 GiB 0 B 9.0 GiB 1.0 GiB"
 
 
 def waiting_report(*generations: GenerationReport, waits: tuple[str, ...] = ()) -> StatusReport:

@@ -23,6 +23,9 @@ def file(tmp_path):
 def test_a_line_is_a_pool_and_its_size(file):
     file.write_text("# the box has 64 GiB\n\nram 512 MB   # half of it is not ours\n")
     assert read_limits(str(file)) == {"ram": 512_000_000}
+    file.write_text("vram:GPU-1f 20GiB\nram 1GiB\nvram:sim-0 1MiB")
+    read = {"vram:GPU-1f": 20 << 30, "ram": 1 << 30, "vram:sim-0": 1 << 20}
+    assert read_limits(str(file)) == read
     file.write_text("# nothing yet\n")
     assert read_limits(str(file)) == {}
 
@@ -33,7 +36,10 @@ def test_a_line_is_a_pool_and_its_size(file):
         (b"ram\n", "line 1: 'ram' has no size"),
         (b"\nram 20G\n", "line 2: '20G' is no size"),
         (b"ram 1GiB\nram 2GiB\n", "line 2: 'ram' has a limit already"),
-        (b"ram 1GiB\nrum 1GiB\n", "line 2: there is no pool 'rum' (those there are: 'ram')"),
+        (b"ram 1GiB\nrum 1GiB\n", "line 2: there is no pool 'rum' (use 'ram', or 'vram:UUID' for"),
+        (b"vram:a 1GiB\nvram:a 1GiB\n", "line 2: 'vram:a' has a limit already"),
+        (b"vram:a\x1b 1GiB\n", "line 1: there is no pool 'vram:a\\x1b'"),
+        (b"vram:" + b"a" * 200 + b" 1GiB\n", "line 1: there is no pool 'vram:aaa"),
         (b"ram 0\n", "line 1: a size of '0' is out of range"),
         (b"\xff\n", "it is not text"),
         (b"#" * (FILE_LIMIT_BYTES + 1), "longer than a file of limits ever is"),
@@ -53,9 +59,10 @@ def test_a_file_that_is_not_there_is_named(file):
         read_limits(str(file.parent))
 
 
-def limit_bytes(launched) -> int:
+def limit_bytes(launched, name: str = "ram") -> int | None:
     with Operator.connect(launched.socket(), "test") as operator:
-        return operator.status().pools[0].limit_bytes
+        pools = {pool.name: pool.limit_bytes for pool in operator.status().pools}
+    return pools.get(name)
 
 
 @pytest.mark.process
@@ -87,6 +94,31 @@ def test_hup_has_the_limits_read_again_and_the_next_coordinator_keeps_them(launc
     launched.said("ready on")
     assert limit_bytes(launched) == 7 << 20
     assert [member.pid for member in launched.group.members[1:]] == [worker]  # HUP was not for it
+    launched.send(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.process
+def test_a_device_is_limited_before_anybody_uses_it(launch, file):
+    """From the start, by HUP, and by hand; what was said last is what the next coordinator has."""
+    gpu = "vram:GPU-1f"
+    file.write_text(f"{gpu} 5MiB\n")
+    launched = launch("--limits", str(file), worker=f"{ENDS}; {HELLO}; {WAITS}")
+    launched.up(1)
+    while limit_bytes(launched, gpu) != 5 << 20:
+        pass  # it is told once it is ready, and nobody waits for the answer
+    file.write_text(f"{gpu} 6MiB\nvram:GPU-2f 1MiB\n")
+    launched.send(signal.SIGHUP)
+    launched.said("read the limits")
+    while limit_bytes(launched, "vram:GPU-2f") != 1 << 20:
+        pass
+    assert limit_bytes(launched, gpu) == 6 << 20
+    with Operator.connect(launched.socket(), "test") as operator:
+        operator.limit(gpu, 7 << 20)
+    os.kill(launched.coordinator, signal.SIGKILL)
+    launched.said("ready on")
+    assert limit_bytes(launched, gpu) == 7 << 20
+    assert limit_bytes(launched, "vram:GPU-2f") == 1 << 20
     launched.send(signal.SIGUSR1)
     assert launched.end()[0] == 0
 
