@@ -22,7 +22,7 @@ from shm_store.errors import (
     LoadTimeout,
     WorkerClosed,
 )
-from shm_store.wire import Done, Evict, Limit
+from shm_store.wire import Charge, Done, Evict, Grant, Limit, Release
 from tests.gpu_worker.on_device import MIB, charged, matrix, new_device, skeleton, taken
 from tests.gpu_worker.served import WAIT_S, wait_until
 
@@ -535,6 +535,72 @@ class TestFailure:
             pass
 
 
+class TestUser:
+    """What users do with a module that is locked, and how they leave it."""
+
+    def test_memory_that_runs_out_in_a_forward_leaves_all_as_it_was(self, worker, operator, device):
+        handle = load(worker, "forward")
+        with pytest.raises(torch.OutOfMemoryError), handle as module:
+            module.register_forward_pre_hook(_out_of_memory)
+            module(torch.ones(1, SIDE))
+        module._forward_pre_hooks.clear()
+        assert keys(worker) == {"forward"} and not worker.resident()[0].locked
+        assert worker.offload("forward")
+        assert agree(worker, operator, device) == 0
+
+    def test_it_may_be_unlocked_by_another_thread(self, worker):
+        handle = load(worker, "threads")
+        handle.__enter__()
+        thread = threading.Thread(target=handle.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join(WAIT_S)
+        assert worker.offload("threads")
+
+    def test_to_while_it_is_locked_is_the_users_own(self, worker, operator, device):
+        """What he has made of it stays, is no part of the block, and moves with it next time."""
+        handle = load(worker, "to", 2.0)
+        with handle as module:
+            module.to(torch.float64)
+        assert worker.offload("to") and module.weight.dtype is torch.float64
+        with handle as module:
+            (there,) = worker.resident()
+            assert there.size_bytes >= 2 * SIDE * SIDE * 4
+            answer = module(torch.ones(1, SIDE, dtype=torch.float64))
+            assert (answer == 2.0 * SIDE + 2.0).all()
+
+    def test_one_submodule_in_two_places_comes_once(self, worker):
+        def build() -> torch.nn.Module:
+            shared = torch.nn.Linear(SIDE, SIDE)
+            return torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+
+        with worker.use("shared", skeleton=build, build=build) as module:
+            (there,) = worker.resident()
+            assert there.size_bytes == MODEL_BYTES
+            assert module[0].weight is module[2].weight
+
+    def test_accelerate_hooks_go_on(self, worker):
+        from accelerate.hooks import ModelHook, add_hook_to_module
+
+        calls = []
+
+        class Counts(ModelHook):
+            def pre_forward(self, module, *args, **kwargs):
+                calls.append(module.weight.data_ptr())
+                return args, kwargs
+
+        handle = load(worker, "hooked")
+        with handle as module:
+            add_hook_to_module(module, Counts())
+        worker.offload("hooked")
+        with handle as module:
+            module(torch.ones(1, SIDE))
+            assert calls == [module.weight.data_ptr()]
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("of the user's own")
+
+
 class TestConstruction:
     """S27: a move and a construction under accelerate's patch never overlap."""
 
@@ -544,7 +610,21 @@ class TestConstruction:
         handle = load(worker, "moves")
         with handle:
             pass
+        pool = f"vram:sim-{device.partition(':')[2]}"
+
+        def end_session() -> None:
+            with worker.session():
+                pass
+
+        def ask_for_room() -> None:
+            """As another process does. Who is asked is the keeper, which does not wait."""
+            rid = operator.next_rid()
+            operator.send(Charge(rid, pool, "other", 2 * MIB + MIB // 4, WAIT_S))
+            operator.send(Release(operator.expect(Grant).gen, rid))
+
         offloads = {
+            "at the end of a session": end_session,
+            "asked for": ask_for_room,
             "by hand": lambda: worker.offload("moves"),
             "all": worker.offload_all,
             "to make room": lambda: worker.make_room("2.5MiB"),
