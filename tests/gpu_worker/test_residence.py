@@ -540,10 +540,11 @@ class TestUser:
 
     def test_memory_that_runs_out_in_a_forward_leaves_all_as_it_was(self, worker, operator, device):
         handle = load(worker, "forward")
+        with handle as module:
+            hook = module.register_forward_pre_hook(_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError), handle as module:
-            module.register_forward_pre_hook(_out_of_memory)
             module(torch.ones(1, SIDE))
-        module._forward_pre_hooks.clear()
+        hook.remove()
         assert keys(worker) == {"forward"} and not worker.resident()[0].locked
         assert worker.offload("forward")
         assert agree(worker, operator, device) == 0
