@@ -367,14 +367,17 @@ class Server:
                 self.feed(event)
 
     def _refuse_what_goes(self, statement: Statement) -> None:
-        """Have a session come again that states what is being freed: it was not awaited any more.
+        """Have a session come again that states a segment which is being freed: it was not awaited.
+
+        Not for what is on a device: that is freed once nobody has it, and this session does.
 
         Raises:
             ResourceError: it does.
             ProtocolViolation: it states what no session can have.
         """
         for generation in self.ledger.generations.values():
-            if generation.state is State.FREEING and generation.id in statement.gens:
+            freeing = generation.state is State.FREEING and not generation.private
+            if freeing and generation.id in statement.gens:
                 raise ResourceError(f"generation {generation.id} is just being freed")
         statement.check(self.ledger, self._tokens.get(statement.resume.token))
 
