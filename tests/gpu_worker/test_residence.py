@@ -462,7 +462,8 @@ class TestTooLarge:
         assert looking.wait(WAIT_S)
         threads[1].start()
         wait_until(lambda: worker._table.held()[0].locks == 2)
-        assert answers == []
+        threads[1].join(0.2)
+        assert threads[1].is_alive() and answers == []
         go_on.set()
         for thread in threads:
             thread.join(WAIT_S)
@@ -475,10 +476,11 @@ class TestFailure:
         """S32."""
         handle = load(worker, "fails", 2.0)
         tell(device, Faults(**what))
-        with pytest.raises(DeviceUnavailable, match="as it was told to"), handle:
+        with pytest.raises(DeviceUnavailable, match="as it was told to") as kept, handle:
             pass
         assert worker.resident() == () and not worker._table._records._locks
-        assert agree(worker, operator, device) == 0
+        assert agree(worker, operator, device) == 0, "though somebody keeps the error"
+        assert kept.value.__traceback__ is not None
         with load_lock.read(0.0):
             pass
         tell(device, Faults())
@@ -604,6 +606,16 @@ def _out_of_memory(*_: object) -> None:
 
 class TestConstruction:
     """S27: a move and a construction under accelerate's patch never overlap."""
+
+    def test_whoever_builds_is_refused_before_he_waits_for_room(self, worker):
+        """He who has it may wait for the construction."""
+        handle = load(worker, "c", timeout=WAIT_S)
+        with load(worker, "a"), load(worker, "b"), gpu_worker.constructing():
+            for refused in (handle.__enter__, lambda: worker.offload("c")):
+                with pytest.raises(gpu_worker.ReentryRefused):
+                    refused()
+        with handle:
+            pass
 
     def test_whoever_asks_waits_for_it_and_nothing_is_ever_on_meta(self, worker, operator, device):
         from accelerate import init_empty_weights
