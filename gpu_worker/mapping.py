@@ -36,7 +36,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import os
 import threading
@@ -319,7 +318,7 @@ class MappingTable:
             mapping = self._mappings.get(gen)
             if mapping is None or mapping.fd < 0:
                 return None
-            return fcntl.fcntl(mapping.fd, fcntl.F_DUPFD_CLOEXEC, 3)
+            return os.dup(mapping.fd)
 
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.

@@ -11,7 +11,6 @@ cost: a system call before each upload
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 
@@ -72,6 +71,8 @@ def any_own(address: int, size_bytes: int) -> bool:
 
 
 def _scan(fd: int, address: int, size_bytes: int) -> bool:
+    import fcntl  # importing this package works where there is none
+
     region = _Region()
     scan = _Scan(
         size=ctypes.sizeof(_Scan),

@@ -146,7 +146,7 @@ def test_a_charge_of_no_pool_is_refused(coordinator, holder, operator):
     peer = Peer(coordinator.socket)
     peer.send(Charge(peer.next_rid(), "vram:9", "k", PAGE_BYTES, 1.0))
     assert isinstance(peer.expect(Fail | Grant), Fail)
-    operator.send(Limit(operator.next_rid(), "vram:9", 0))
+    operator.send(Limit(operator.next_rid(), "disk:9", 0))
     assert operator.expect(Fail).cause.code == "argument_refused"
     assert books(operator) == before
     coordinator.audit()

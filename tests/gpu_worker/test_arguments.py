@@ -151,10 +151,16 @@ class TestTimeout:
 
 
 class TestAttach:
-    @pytest.mark.parametrize("device", ["cuda:0", "meta", "", 0])
+    @pytest.mark.parametrize("device", ["meta", "", 0, "sim:x", "cpu:1", "cuda:-1"])
     def test_an_unknown_device_is_refused_with_the_known_ones(self, device):
-        with pytest.raises(ArgumentRefused, match="cpu"):
+        with pytest.raises(gpu_worker.DeviceUnknown, match="cpu"):
             gpu_worker.attach("/none", device=device)
+
+    @pytest.mark.parametrize("size", [0, -1, 1.5, True, "20G", "", b"1"])
+    @pytest.mark.parametrize("argument", ["vram_budget", "working_memory"])
+    def test_a_size_that_is_none_is_refused(self, argument, size):
+        with pytest.raises(ArgumentRefused):
+            gpu_worker.attach("/none", device="sim:0", **{argument: size})
 
     @pytest.mark.parametrize("name", ["n" * 201, "two\nlines", "\ud800", 7])
     def test_a_name_that_cannot_be_shown_is_refused(self, name):
