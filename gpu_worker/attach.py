@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gpu_worker import arguments
 from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
+from gpu_worker.device import device_named
 from gpu_worker.worker import Worker
 from shm_store.errors import ArgumentRefused
 from shm_store.paths import socket_path
@@ -90,8 +91,6 @@ def attach(
     working_bytes = (
         None if working_memory is None else arguments.size_bytes("working_memory", working_memory)
     )
-    from gpu_worker.device import device_named  # which imports torch
-
     where = device_named(device)
     if where.pool is None and (budget_bytes or working_bytes):
         raise ArgumentRefused(

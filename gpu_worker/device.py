@@ -19,15 +19,15 @@ from __future__ import annotations
 import os
 import re
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from gpu_worker.block import Block, Memory, Piece
 from gpu_worker.reentry import free_after_fork
 from shm_store.errors import ArgumentRefused, DeviceUnknown
 
-__all__ = ["Block", "Device", "Memory", "Piece", "device_named"]
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_worker.block import Block
 
 _NAME = re.compile(r"(cpu|sim|cuda)(?::(0|[1-9][0-9]{0,2}))?")
 
@@ -87,9 +87,14 @@ class _Cpu:
     """The host: nothing is moved there, so it has no memory of its own, and no budget."""
 
     name = "cpu"
-    torch_device = torch.device("cpu")
     forks = True
     pool = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
 
     def total_bytes(self) -> int:
         return 0
@@ -123,7 +128,8 @@ def device_named(name: str | torch.device) -> Device:
             its parent had used it.
         ArgumentRefused: WEIGHT_CACHE_SIM_BYTES, or WEIGHT_CACHE_PINNED_BYTES, is no size.
     """
-    text = str(name) if isinstance(name, torch.device) else name
+    # A torch.device, without torch: who attaches hears first whether there is a coordinator.
+    text = str(name) if type(name).__name__ == "device" else name
     match = _NAME.fullmatch(text) if isinstance(text, str) else None
     if match is None or (match[1] == "cpu" and match[2] not in (None, "0")):
         shown = repr(text)

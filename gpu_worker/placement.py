@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from gpu_worker.device import Block, Device, Piece
+from gpu_worker.block import Block, Piece
+from gpu_worker.device import Device
 from gpu_worker.leases import Segment
 from gpu_worker.mapping import Buffer
 from gpu_worker.residency import Plan, layout, partial, passes

@@ -34,9 +34,10 @@ from shm_store.keys import GenerationId, Key
 if TYPE_CHECKING:
     import torch
 
+    from gpu_worker.block import Block
     from gpu_worker.client import Client
     from gpu_worker.counts import Count
-    from gpu_worker.device import Block, Device
+    from gpu_worker.device import Device
     from gpu_worker.leases import Segment
     from gpu_worker.placement import Placement
     from gpu_worker.resident_record import ResidentRecord

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 from gpu_worker import arguments, registry
 from gpu_worker.callbacks import Callbacks
+from gpu_worker.device import Device, device_named
 from gpu_worker.handle import ModelHandle
 from gpu_worker.load_lock import load_lock
 from gpu_worker.record_table import RecordTable, Wish
@@ -41,7 +42,6 @@ from shm_store.wire import TIMEOUT_LIMIT_S
 if TYPE_CHECKING:
     import torch
 
-    from gpu_worker.device import Device
 
 logger = logging.getLogger("gpu_worker")
 
@@ -231,8 +231,6 @@ class Worker:
         arguments.check_flag("train", train)
         arguments.check_private(private, build)
         arguments.check_flag("keep_host", keep_host)
-        from gpu_worker.device import device_named
-
         where = self._device if device is None else device_named(device)
         if where.name not in ("cpu", self._device.name):
             raise ArgumentRefused(

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import torch
 
-from gpu_worker.device import Piece
+from gpu_worker.block import Piece
 
 PAGE = 4096
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from gpu_worker import cuda_device
+from gpu_worker.block import Piece
 from gpu_worker.cuda_device import Registration, Uploads, _driver, _Range, charged_bytes
-from gpu_worker.device import Piece, device_named
+from gpu_worker.device import device_named
 from shm_store.errors import DeviceOutOfMemory, DeviceUnavailable, DeviceUnknown, SegmentRefused
 from tests.gpu_worker.blocks import PAGE, from_tensor, memfd, script, some_bytes, told
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from gpu_worker import mapping, sim_device
-from gpu_worker.device import Piece, device_named
+from gpu_worker.block import Piece
+from gpu_worker.device import device_named
 from gpu_worker.sim_device import Faults, SimDevice
 from shm_store.errors import (
     ArgumentRefused,
@@ -553,7 +554,7 @@ FORKS = """
 import ctypes, functools, os, threading
 from queue import SimpleQueue
 import torch
-from gpu_worker.device import Piece
+from gpu_worker.block import Piece
 from gpu_worker.sim_device import Faults, SimDevice
 from shm_store.memfds import kernel_bytes
 
