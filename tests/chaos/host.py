@@ -210,11 +210,11 @@ class Host:
 
     # --- what workers are told --------------------------------------------------------------------
 
-    def go(self, seed: str, *, forks: bool) -> None:
-        """Have all workers work, each by lots of its own; `forks`: they may fork as well."""
+    def go(self, seed: str, *, alone: bool) -> None:
+        """Have all workers work, each by lots of its own; `alone`: see `worker`."""
         for worker in self.connected:
             worker.facts = None
-            worker.tell(f"{'go' if forks else GO_ALONE} {seed} {worker.rank}")
+            worker.tell(f"{GO_ALONE if alone else 'go'} {seed} {worker.rank}")
 
     def pause(self) -> None:
         """Have all workers finish what they are at and give back what they let go of."""

@@ -88,8 +88,9 @@ class Run:
         began_s = time.monotonic()
         before = {worker.pid: worker.facts for worker in self.host.connected}
         if not fault.quiet:
-            # A child copies pages that it writes to, and nothing is left for that in a full cgroup.
-            self.host.go(f"{self._seed} {fault.number}", forks=fault.place != CGROUP_FULL)
+            # A child copies pages that it writes to, and a simulated device takes some: nothing is
+            # left for that in a full cgroup, and the kernel kills.
+            self.host.go(f"{self._seed} {fault.number}", alone=fault.place == CGROUP_FULL)
             for one in self._lots.versions():
                 self._replace(one)
         self._hand.do(fault)

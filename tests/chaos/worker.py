@@ -46,7 +46,7 @@ from tests.chaos.weights import (
 
 CONTROL = "control.sock"
 GO_ALONE = "go-alone"
-"""As `go`, and nobody is to fork."""
+"""As `go`, and nobody is to fork, or to bring anything to the device: its memory is the host's."""
 FAULTS = "faults.jsonl"
 
 PATIENCE_S = 60.0
@@ -79,7 +79,7 @@ class Working:
         self._folder = folder
         self._worker = worker
         self._lots = random.Random()
-        self._forks = True
+        self._alone = False
         self._kept: list[Kept] = []
         self.did = 0
         self.inferred = 0
@@ -99,10 +99,10 @@ class Working:
             (1, "reserve", self._reserve),
         ]
 
-    def begin(self, seed: str, *, forks: bool) -> None:
+    def begin(self, seed: str, *, alone: bool) -> None:
         """Draw by these lots from now on."""
         self._lots.seed(seed)
-        self._forks = forks
+        self._alone = alone
 
     def do_one(self) -> None:
         """Do something, by lot. What goes wrong is reported."""
@@ -152,6 +152,8 @@ class Working:
 
     def _use(self) -> None:
         """A module, new or at hand. One at hand may be of an earlier version."""
+        if self._alone:
+            return self._state_dict()
         one = self._source()
         path = weights.source_path(self._folder, one)
         make = functools.partial(Net, one.width)
@@ -200,6 +202,9 @@ class Working:
         _all_same(one, wanted, state)
 
     def _private(self) -> None:
+        if self._alone:
+            return
+
         def make() -> Net:
             made = Net(PRIVATE.width)
             made.load_state_dict(weights.expected(PRIVATE, 1))
@@ -224,6 +229,7 @@ class Working:
         self._worker.offload_all(keep=[self._source().key])
 
     def _reserve(self) -> None:
+        """Room on the device, for a moment."""
         # Without a load inside: who keeps room there, and waits for some of the host, may wait for
         # somebody who has that and waits for room there.
         self._worker.reserve(self._lots.randint(1, DEVICE_BYTES // 3), TIMEOUT_S).close()
@@ -236,7 +242,7 @@ class Working:
 
         To its parent: whoever is killed with the group has nothing to report.
         """
-        if not self._forks:
+        if self._alone:
             return
         mine = os.getpid()
         hearing, saying = os.pipe()
@@ -338,7 +344,7 @@ def main(folder: str) -> int:
             word, _, seed = line.strip().partition(" ")
             paused = word == "pause"
             if not paused:
-                working.begin(seed, forks=word != GO_ALONE)
+                working.begin(seed, alone=word == GO_ALONE)
             else:
                 working.settle()
                 facts = (working.did, working.inferred, working.longest_pause_s)
