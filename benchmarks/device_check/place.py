@@ -25,7 +25,7 @@ from benchmarks.device_check.checks import Missed
 from benchmarks.device_check.models import Make, layers, numbers
 from coordinator.operator import Operator
 from gpu_worker.device import Device, device_named
-from shm_store.memfds import kernel_bytes
+from shm_store.memfds import by_owner, kernel_bytes
 from shm_store.report import GenerationReport
 
 MIB = 1 << 20
@@ -130,9 +130,13 @@ class Place:
         return torch.cuda.memory_reserved(self.device.torch_device)
 
     def used_bytes(self) -> int:
-        """Return what all processes have there: by the driver, or the kernel."""
+        """Return what all processes have there: by the driver, or the kernel.
+
+        A simulated device is one of each coordinator: other runs on this host have theirs.
+        """
         if self.simulated:
-            return kernel_bytes(self.device.name)
+            start = self.operator.status().start
+            return sum(size for gen, size in by_owner().items() if gen.startswith(f"{start}-"))
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device.torch_device)
         return total_bytes - free_bytes
 

@@ -134,10 +134,10 @@ def test_an_upload_that_copies_the_segment_is_missed(place, monkeypatch):
     """As pinning a private map would."""
     steps = Group.steps
 
-    def copies(group, block):
+    def copies(group, block, segment=None):
         for moved in group._moved:
             moved.home.add_(0)
-        return steps(group, block)
+        return steps(group, block, segment)
 
     monkeypatch.setattr(Group, "steps", copies)
     with pytest.raises(Missed, match=r"copied 8\.0 MiB"):
