@@ -216,7 +216,7 @@ def _thread(
         tuple((key, numbers.get(id(m))) for key, m in sorted(thread.kept.items())),
         tuple((gens[gen], ranks[lease]) for gen, lease in thread.charges),
         tuple(
-            (key, gens[one.gen], ranks[one.lease], one.locked, one.wanted)
+            (key, gens[one.gen], ranks[one.lease], one.size, one.locked, one.wanted)
             for key, one in sorted(thread.residents.items())
         ),
     )

@@ -155,12 +155,7 @@ class System:
         """
         if self.host.lives > 1 or "vram" not in self.host.ledger.pools:
             return []
-        there = {
-            one.gen: thread.locks(key).size
-            for worker in self.workers
-            for thread in worker.threads
-            for key, one in thread.residents.items()
-        }
+        there = {one.gen: one.size for worker in self.workers for _, one in worker._residents()}
         taken = sum((there | self.host.draining).values())
         charged = self.host.ledger.pools["vram"].in_use_bytes
         return [f"{taken} bytes are on the device, {charged} by the books"] * (taken > charged)

@@ -111,6 +111,7 @@ class Resident:
 
     gen: GenerationId
     lease: int
+    size: int
     locked: bool = True
     wanted: bool = False
 

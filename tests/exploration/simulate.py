@@ -28,7 +28,8 @@ STEPS_TO_FINISH = 20_000
 def drawn(seed: int, chance: random.Random) -> World:
     """Return a random world. Programs end, and end what they began.
 
-    In every third, those who lose the connection come back, and coordinators may die.
+    In every third, those who lose the connection come back, and coordinators may die. In every
+    fifth, modules come to a device.
     """
     keys = "abcdef"[: chance.randint(1, 6)]
     pools = {"ram": 100, "vram": 100}
@@ -36,6 +37,8 @@ def drawn(seed: int, chance: random.Random) -> World:
         tuple(_program(chance, keys) for _ in range(chance.randint(1, 3)))
         for _ in range(chance.randint(1, 6))
     )
+    if seed % 5 == 1:
+        programs = _on_device(programs, random.Random(-1 - seed))
     names = sorted(FAULTS - {"crash", "impatient", "fork"})
     faults = {name: chance.randint(1, 3) for name in names if chance.random() < 0.4}
     slow = frozenset(job for job in ("back", "seal", "free", "load") if chance.random() < 0.7)
@@ -48,6 +51,26 @@ def drawn(seed: int, chance: random.Random) -> World:
     }
     store = more.random() < 0.5
     return World("drawn", programs, sizes, pools, slow, faults, resumes=True, store=store)
+
+
+def _on_device(
+    programs: tuple[tuple[Program, ...], ...], more: random.Random
+) -> tuple[tuple[Program, ...], ...]:
+    """Have threads lock a module on a device now and then, where it stays."""
+    return tuple(
+        tuple(
+            Program((*_locks(more), *program.ops, *_locks(more)))
+            if more.random() < 0.7
+            else program
+            for program in threads
+        )
+        for threads in programs
+    )
+
+
+def _locks(more: random.Random) -> list[Op]:
+    key, size = more.choice("xyz"), more.randint(1, 9) * 10
+    return [Op("lock", key, pool="vram", size=size), Op("unlock", key)]
 
 
 def _program(chance: random.Random, keys: str) -> Program:
@@ -130,6 +153,8 @@ def _finish(system: System, chance: random.Random, step) -> None:
         if worker.alive:
             worker.records.close()
             worker.collect()
+            for thread, resident in worker._residents():
+                thread.offload(resident)
     while actions := system.actions():
         step(chance.choice(actions))
     ledger = system.host.ledger

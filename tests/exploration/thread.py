@@ -195,10 +195,6 @@ class Thread:
             resident.locked = True
             self.next()
 
-    def locks(self, key: str) -> Op:
-        """Return the op that locks a module, and says how large that is."""
-        return next(op for op in self.program.ops if (op.what, op.key) == ("lock", key))
-
     def offload(self, resident: Resident) -> None:
         """Take a module from its device, and give the room back."""
         key = next(key for key, found in self.residents.items() if found is resident)

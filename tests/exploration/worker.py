@@ -181,7 +181,7 @@ class Worker:
             self._answered(request, "charged")
             return
         if thread is not None and thread.op.what == "lock":
-            thread.residents[thread.op.key] = Resident(gen, request.rid)
+            thread.residents[thread.op.key] = Resident(gen, request.rid, thread.op.size)
             self._answered(request, "charged")
             return
         mapping = self.table.get(gen)
@@ -330,9 +330,8 @@ class Worker:
 
     def do_die(self) -> None:
         self.alive = False
-        for thread, resident in self._residents():
-            key = next(key for key, one in thread.residents.items() if one is resident)
-            self.host.draining[resident.gen] = thread.locks(key).size
+        for _, resident in self._residents():
+            self.host.draining[resident.gen] = resident.size
         self.to, self.keeper = [], []
         self.table, self.mappings, self.records = {}, [], Records()
         self.requests, self.flights, self.said = {}, {}, []
@@ -405,8 +404,7 @@ class Worker:
 
         for thread in self.threads:
             for key, resident in thread.residents.items():
-                op = thread.locks(key)
-                yield HeldCharge(resident.gen, resident.lease, op.pool, key, op.size)
+                yield HeldCharge(resident.gen, resident.lease, "vram", key, resident.size)
                 resident.wanted = False
 
     def can_unmapped(self) -> Iterator[Action]:
