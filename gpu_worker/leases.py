@@ -327,8 +327,10 @@ class Leases:
         """Give private memory back, which is free by now, before anything that is asked later."""
         with self._lock:
             charge.over = True
-            if self._charges.pop(charge.gen, None) is not None:
+            if charge.gen in self._charges:
+                # Said first: an interrupt has it said again, and a doubled one changes nothing.
                 self._connection.post(Release(charge.gen, charge.lease))
+                self._charges.pop(charge.gen, None)
         self._unused()
 
     def _revoked(self, gen: GenerationId, lease: LeaseId, asked: Asked) -> None:
@@ -356,13 +358,15 @@ class Leases:
             self._look_later(gen, now_s)
 
     def _revoked_there(
-        self, charge: Charge, residence: Residence | None, asked: wire.Asked
+        self, charge: Charge, residence: Residence | None, asked: Asked
     ) -> None:
         """Let go of memory on a device, unless the module there is in use.
 
         A thread that builds has the load lock, and is not waited for here.
         """
         gone = False
+        if residence is not None and not residence.has(charge):
+            residence = None  # it has left this memory, and somebody keeps a tensor of it
         if asked == "stale" and charge.copy_of:
             for worker in list(self._workers):
                 self._attempt(worker.retire, charge.copy_of)
@@ -373,12 +377,36 @@ class Leases:
                 again = functools.partial(self._revoked, charge.gen, charge.lease, asked)
                 self.keeper.put_at(time.monotonic() + LEAVE_STEP_S, again)
                 return
+        if asked != "stale" and residence is None and _is_used(charge):
+            gone = self._collect_once(charge)
+            self._revoked_s[charge.gen] = now_s = time.monotonic()
+            self._look_there_later(charge, asked, now_s)
         idle = asked == "idle" and residence is not None and residence.idle
         answer = functools.partial(self._acknowledge, charge.gen, charge.lease, asked, idle=idle)
         if gone:
             self.keeper.call_settled(answer)  # somebody may keep a tensor of it
         else:
             answer()
+
+    def _look_there_later(self, charge: Charge, asked: Asked, revoked_s: float) -> None:
+        """Look at memory on a device that no record has any more once more, after a while.
+
+        Somebody keeps a tensor over it, and a cycle may when that one lets go.
+        """
+        now_s = time.monotonic()
+        pause_s = max(FIRST_LOOK_S, now_s - revoked_s)
+        look = functools.partial(self._look_there, charge, asked, revoked_s)
+        self.keeper.put_at(now_s + pause_s, look)
+
+    def _look_there(self, charge: Charge, asked: Asked, revoked_s: float) -> None:
+        if self._revoked_s.get(charge.gen) != revoked_s:
+            return  # a newer REVOKE is looked after instead
+        if self._held(charge.gen) is charge and charge.asked == asked:
+            charge.collected = False
+            self._collect_once(charge)
+            self._look_there_later(charge, asked, revoked_s)
+        else:
+            del self._revoked_s[charge.gen]
 
     def _look_later(self, gen: GenerationId, revoked_s: float) -> None:
         """Look at what was asked once more, after a while."""
@@ -499,6 +527,11 @@ class Leases:
         held.collected = True
         gc.collect()
         return True
+
+
+def _is_used(charge: Charge) -> bool:
+    """Say whether something still uses the memory on a device that it is for."""
+    return charge.memory is not None and charge.memory.in_use
 
 
 def _stated(charge: Charge) -> HeldCharge:

@@ -128,11 +128,17 @@ class Group:
 
     def point_home(self) -> None:
         """Have every tensor lie on the host again. May be called at any time, more than once."""
+        lent = {
+            plain.untyped_storage().data_ptr()
+            for moved in self._moved
+            if moved.there is not None
+            for plain in _plain(moved.there)
+        }
         with torch.inference_mode(False), torch.no_grad():
             for moved in self._moved:
                 there, moved.there = moved.there, None
                 if there is not None:
-                    self._point_home(moved, there)
+                    self._point_home(moved, there, lent)
 
     def abandon(self) -> list[torch.Tensor]:
         kept = []
@@ -172,16 +178,21 @@ class Group:
                     moved.tensor.data = state[moved.in_weights]
                     moved.in_weights = None
 
-    def _point_home(self, moved: _Moved, there: torch.Tensor) -> None:
+    def _point_home(self, moved: _Moved, there: torch.Tensor, lent: set[int]) -> None:
+        """Have one tensor lie on the host again.
+
+        Args:
+            lent: where the memory on the device begins that this group has pointed to.
+        """
         tensor = moved.tensor
         if moved.swapped:
             moved.swapped = False
             if _version(moved) != moved.version:
                 _copy_back(there_now=tensor, home=there)
             _swap(moved, there)
-        elif tensor.data_ptr() != there.data_ptr() or tensor.dtype != there.dtype:
-            if tensor.device.type != "cpu":  # the user's own, by now
-                tensor.data = tensor.data.cpu()
+        elif not _same(tensor, there):  # the user's own, by now
+            if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in lent:
+                tensor.data = tensor.data.to("cpu", copy=True)
         else:
             if _version(moved) != moved.version and moved.in_weights is None:
                 _copy_back(there_now=tensor, home=moved.home)
@@ -391,6 +402,16 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _is_plain(tensor: torch.Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     return strided and not tensor.is_meta
+
+
+def _same(tensor: torch.Tensor, there: torch.Tensor) -> bool:
+    """Say whether two tensors are the same view of the same memory."""
+    return (
+        tensor.data_ptr() == there.data_ptr()
+        and tensor.dtype == there.dtype
+        and tensor.shape == there.shape
+        and tensor.stride() == there.stride()
+    )
 
 
 def _version(moved: _Moved) -> int:

@@ -227,7 +227,7 @@ class Residence:
             block = self.device.allocate(size_bytes, charge.gen)
             self._client.leases.watch_block(charge, block, self.device)
         except BaseException:
-            if charge.memory is None:
+            if charge.memory is None or not charge.memory.watched:
                 if block is not None:
                     block.free()
                 self.device.release_cached()
@@ -275,6 +275,10 @@ class Residence:
         """Whether it could leave now."""
         with self._lock:
             return self._move.over and not self._record.locks
+
+    def has(self, charge: Charge) -> bool:
+        """Whether it is on its device by this charge, or about to be."""
+        return self._charge is charge
 
     def rest(self) -> None:
         """A lock of it has ended. If that was the last, it leaves if it is to. The lock is held.

@@ -105,7 +105,7 @@ class SimDevice:
         self._lock = threading.RLock()
         """Guards admission, and the counts of what it was told to do wrong."""
         self._memories: set[Memory] = set()
-        self._coming_bytes = 0
+        self._coming: set[_Pages] = set()
         """Admitted, and not in `_memories` yet."""
         self._faults = Faults()
         self._until: dict[str, int] = {}
@@ -120,24 +120,28 @@ class SimDevice:
     def allocated_bytes(self) -> int:
         """Return how much of its memory this process has, or is just getting."""
         with self._lock:
-            return self._coming_bytes + sum(memory.size_bytes for memory in list(self._memories))
+            there = [*self._coming, *self._memories]
+            return sum(one.size_bytes for one in there)
 
     def allocate(self, size_bytes: int, owner: str) -> Block:
         block_bytes = self.charged_bytes(size_bytes)
         self.release_cached()
-        with self._lock:
-            self._admit(block_bytes)
-            self._coming_bytes += block_bytes
+        pages = _Pages(self, block_bytes)
+        memory: Memory | None = None
         try:
-            pages, buffer = self._pages(block_bytes, owner)
-        except BaseException:
             with self._lock:
-                self._coming_bytes -= block_bytes
+                self._admit(block_bytes)
+                self._coming.add(pages)
+            buffer = pages.make(owner)
+            with self._lock:
+                self._coming.discard(pages)
+                memory = Memory(block_bytes, buffer, pages.give_back, self._memories)
+            return SimBlock(pages, memory, buffer)
+        except BaseException:
+            if memory is None:
+                pages.unmake()
+            self._coming.discard(pages)
             raise
-        with self._lock:
-            self._coming_bytes -= block_bytes
-            memory = Memory(block_bytes, buffer, pages.give_back, self._memories)
-        return SimBlock(pages, memory, buffer)
 
     def release_cached(self) -> None:
         """Free the blocks that were dropped and that nobody watched."""
@@ -192,17 +196,6 @@ class SimDevice:
             free_bytes=max(free_bytes, 0),
         )
 
-    def _pages(self, block_bytes: int, owner: str) -> tuple[_Pages, Buffer]:
-        fd = _memfd(self.name, owner)
-        try:
-            _back(fd, block_bytes, self.name)
-            segment.fix_size(fd)
-            buffer = mapping.map_shared(fd, block_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        return _Pages(self, fd, ctypes.addressof(buffer), block_bytes), buffer
-
 
 _made: weakref.WeakSet[SimDevice] = weakref.WeakSet()
 
@@ -212,21 +205,42 @@ class _Pages:
 
     __slots__ = ("address", "device", "fd", "size_bytes", "unmapped")
 
-    def __init__(self, device: SimDevice, fd: int, address: int, size_bytes: int) -> None:
+    def __init__(self, device: SimDevice, size_bytes: int) -> None:
         self.device = device
-        self.fd = fd
+        self.fd = -1
         """-1 once they are given back."""
-        self.address = address
+        self.address = 0
         self.size_bytes = size_bytes
         self.unmapped = False
+
+    def make(self, owner: str) -> Buffer:
+        """Have the pages, and return their map. Whatever it raises, `unmake` is to be called."""
+        self.fd = _memfd(self.device.name, owner)
+        _back(self.fd, self.size_bytes, self.device.name)
+        segment.fix_size(self.fd)
+        buffer = mapping.map_shared(self.fd, self.size_bytes)
+        self.address = ctypes.addressof(buffer)
+        return buffer
+
+    def unmake(self) -> None:
+        """Give back what there is of pages that nobody uses yet. `give_back` has no more to do."""
+        if self.address:
+            self._unmap()
+        self._close()
 
     def give_back(self) -> None:
         """Unmap and close, as `MappingTable.unmap` does; see its notes."""
         self.device.fail("free")
+        self._unmap()
+        self._close()
+
+    def _unmap(self) -> None:
         if not self.unmapped:
             mapping.discard(self.address, self.size_bytes)
             self.unmapped = True
             mapping.unmap_range(self.address, self.size_bytes)
+
+    def _close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -57,8 +57,9 @@ class Streaming:
         for place, (known, _) in enumerate(self._parts):
             module = known()
             if module is not None:
-                run = functools.partial(self._run, place, block, module.forward)
-                module.__dict__["forward"] = run
+                # Its own only if it has one: a method has the module, which would have itself.
+                own = module.__dict__.get("forward")
+                module.__dict__["forward"] = functools.partial(self._run, place, block, own)
 
     def end(self) -> None:
         """Have every part on the host, for good. May be called again."""
@@ -72,16 +73,17 @@ class Streaming:
         """Give a module its own `forward` back, unless somebody has put another there since."""
         run = module.__dict__.get("forward")
         if isinstance(run, functools.partial) and run.func == self._run:
-            forward = run.args[2]
-            if getattr(forward, "__func__", None) is type(module).forward:
+            own = run.args[2]
+            if own is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = own
 
     def _run(
-        self, place: int, block: Block, forward: Callable[..., Any], *args: Any, **named: Any
+        self, place: int, block: Block, own: Callable[..., Any] | None, *args: Any, **named: Any
     ) -> Any:
         """Run a part, on the device."""
+        forward = self._forward(place) if own is None else own
         with self._room:
             if place in self._inside:
                 return forward(*args, **named)
@@ -93,6 +95,13 @@ class Streaming:
             finally:
                 group.point_home()
                 self._inside.discard(place)
+
+    def _forward(self, place: int) -> Callable[..., Any]:
+        """Return the `forward` that a module has from its class."""
+        module = self._parts[place][0]()
+        assert module is not None  # it is being called
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        return forward
 
     def _bring(self, group: Group, block: Block) -> None:
         for _ in group.steps(block):

@@ -22,6 +22,7 @@ import torch
 import gpu_worker
 from gpu_worker.flights import Flight, Flights
 from shm_store.keys import Key
+from tests.gpu_worker.on_device import charged, new_device
 from tests.gpu_worker.served import WAIT_S, skeleton, wait_until
 
 pytestmark = pytest.mark.process
@@ -34,7 +35,11 @@ WAITING = ("acquire", "get", "poll")
 LEFT_LOCKED = ("handle.py", "__exit__", "call")
 """Before the first line of it: nothing of ours could act."""
 
-LEFT_OPEN = ("connection.py", "open", "eventfd")
+LEFT_OPEN = (
+    ("connection.py", "open", "eventfd"),
+    ("sim_device.py", "_memfd", "memfd_create"),
+    ("pages.py", "any_own", "open"),
+)
 """The number of an fd that was made, and that nobody has yet."""
 
 
@@ -195,6 +200,90 @@ def test_a_call_leaves_nothing_half_done(served, key, source, other_thread, call
     worker.shutdown()
 
 
+def load_there(worker, key, **weights):
+    return use(worker, key, **weights)
+
+
+def away(worker, key, **weights):
+    use(worker, key, **weights)
+    worker.offload(key)
+
+
+def use_without_host(worker, key, **weights):
+    use(worker, key, keep_host=False, **weights)
+
+
+def away_without_host(worker, key, **weights):
+    use_without_host(worker, key, **weights)
+    worker.offload(key)
+
+
+def offload(worker, key, **weights):
+    worker.offload(key)
+
+
+def reserve(worker, key, **weights):
+    with worker.reserve(1):
+        pass
+
+
+def make_room(worker, key, **weights):
+    worker.make_room(1)
+
+
+def session(worker, key, **weights):
+    with worker.session():
+        use(worker, key, **weights)
+
+
+@pytest.mark.parametrize(
+    ("call", "first"),
+    [
+        pytest.param(use, None, id="use"),
+        pytest.param(use, away, id="use again"),
+        pytest.param(use_without_host, None, id="use without host"),
+        pytest.param(use_without_host, away_without_host, id="use again without host"),
+        pytest.param(offload, load_there, id="offload"),
+        pytest.param(evict, load_there, id="evict"),
+        pytest.param(reserve, load_there, id="reserve"),
+        pytest.param(make_room, load_there, id="make_room"),
+        pytest.param(session, load_there, id="session"),
+        pytest.param(shutdown, load_there, id="shutdown"),
+    ],
+)
+def test_a_call_leaves_nothing_half_done_on_a_device(
+    served, operator, key, source, other_thread, call, first
+):
+    """The next one succeeds, and what is charged there is what is there: in the end, nothing."""
+    before = quiet()
+    device = new_device()
+    worker: gpu_worker.Worker | None = None
+
+    def prepare():
+        nonlocal worker
+        worker = gpu_worker.attach(served.socket, device=device)
+        if first is not None:
+            first(worker, key, source=source)
+        return lambda: call(worker, key, source=source)
+
+    for place in each_point(prepare):
+        assert worker is not None
+        again = worker
+        if worker._table._records.closed:
+            again = gpu_worker.attach(served.socket, device=device)
+        check_whole(again, key, other_thread, source=source)
+        assert again.shutdown() == () or place == LEFT_LOCKED, place
+        worker.shutdown()
+        del again
+        worker = None
+        gc.collect()
+        wait_until(lambda: charged(operator, device) == 0)
+        before = before[0] + (place in LEFT_OPEN), before[1]
+        settle(before)
+    assert worker is not None
+    worker.shutdown()
+
+
 def test_a_load_that_a_shutdown_came_into_pins_nothing(served, operator, key, other_thread):
     """S12: interrupted before it gets its handle; whatever had come to be is given back."""
     before = quiet()
@@ -238,7 +327,7 @@ def test_an_attach_leaves_nothing_half_done(served, key, source, other_thread):
         return lambda: gpu_worker.attach(served.socket)
 
     for place in each_point(prepare):
-        before = before[0] + (place == LEFT_OPEN), before[1]
+        before = before[0] + (place in LEFT_OPEN), before[1]
         settle(before)
         with gpu_worker.attach(served.socket) as worker:
             check_whole(worker, key, other_thread, source=source)
