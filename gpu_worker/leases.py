@@ -358,7 +358,7 @@ class Leases:
             self._look_later(gen, now_s)
 
     def _revoked_there(
-        self, charge: Charge, residence: Residence | None, asked: Asked
+        self, charge: Charge, residence: Residence | None, asked: wire.Asked
     ) -> None:
         """Let go of memory on a device, unless the module there is in use.
 
@@ -388,7 +388,7 @@ class Leases:
         else:
             answer()
 
-    def _look_there_later(self, charge: Charge, asked: Asked, revoked_s: float) -> None:
+    def _look_there_later(self, charge: Charge, asked: wire.Asked, revoked_s: float) -> None:
         """Look at memory on a device that no record has any more once more, after a while.
 
         Somebody keeps a tensor over it, and a cycle may when that one lets go.
@@ -398,7 +398,7 @@ class Leases:
         look = functools.partial(self._look_there, charge, asked, revoked_s)
         self.keeper.put_at(now_s + pause_s, look)
 
-    def _look_there(self, charge: Charge, asked: Asked, revoked_s: float) -> None:
+    def _look_there(self, charge: Charge, asked: wire.Asked, revoked_s: float) -> None:
         if self._revoked_s.get(charge.gen) != revoked_s:
             return  # a newer REVOKE is looked after instead
         if self._held(charge.gen) is charge and charge.asked == asked:

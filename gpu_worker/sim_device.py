@@ -120,7 +120,7 @@ class SimDevice:
     def allocated_bytes(self) -> int:
         """Return how much of its memory this process has, or is just getting."""
         with self._lock:
-            there = [*self._coming, *self._memories]
+            there: list[_Pages | Memory] = [*self._coming, *self._memories]
             return sum(one.size_bytes for one in there)
 
     def allocate(self, size_bytes: int, owner: str) -> Block:

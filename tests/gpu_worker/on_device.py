@@ -13,7 +13,8 @@ from tests.processes import Peer
 
 MIB = 1 << 20
 
-_indexes = itertools.count()
+_indexes = itertools.count(500)
+"""From where no test names one itself."""
 
 
 def new_device() -> str:
