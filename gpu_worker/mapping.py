@@ -314,11 +314,17 @@ class MappingTable:
 
     def dup_fd(self, gen: GenerationId) -> int | None:
         """Return an fd of the segment of a generation, the caller's to close; None without one."""
-        with self._lock:
-            mapping = self._mappings.get(gen)
-            if mapping is None or mapping.fd < 0:
-                return None
-            return os.dup(mapping.fd)
+        fd = None
+        try:
+            with self._lock:
+                mapping = self._mappings.get(gen)
+                if mapping is not None and mapping.fd >= 0:
+                    fd = os.dup(mapping.fd)
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
+        return fd
 
     def unmap(self, mapping: Mapping) -> None:
         """Unmap bytes that no tensor uses any more. Only the keeper calls this, once per mapping.
@@ -417,13 +423,16 @@ def map_segment(fd: int, size_bytes: int) -> Buffer:
     return _sized(size_bytes).from_address(address)
 
 
-def map_shared(fd: int, size_bytes: int, offset_bytes: int = 0, write: bool = True) -> Buffer:
+def map_shared(
+    fd: int, size_bytes: int, offset_bytes: int = 0, write: bool = True, address: int = 0
+) -> Buffer:
     """Map the pages of a memfd themselves: none is ever copied.
 
     Args:
         fd: has these bytes, backed. May be closed afterwards.
         size_bytes, offset_bytes: whole pages.
         write: the fd can be written to, and the bytes too. Otherwise a write ends the process.
+        address: where, in place of what `reserve_range` gave; 0 is anywhere.
 
     Returns:
         The bytes. Their map outlives the buffer and is the caller's to unmap.
@@ -433,8 +442,9 @@ def map_shared(fd: int, size_bytes: int, offset_bytes: int = 0, write: bool = Tr
         SegmentRefused: it cannot be mapped so.
     """
     access = _PROT_READ_WRITE if write else _PROT_READ
+    flags = _MAP_SHARED | (_MAP_FIXED if address else 0)
     return _sized(size_bytes).from_address(
-        _map(0, size_bytes, access, _MAP_SHARED, fd, offset_bytes)
+        _map(address, size_bytes, access, flags, fd, offset_bytes)
     )
 
 
@@ -470,6 +480,11 @@ def _reserve(address: int, size_bytes: int) -> int:
     """Reserve addresses, instead of what is mapped there; at 0, anywhere. Returns where."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | (_MAP_FIXED if address else 0)
     return _map(address, size_bytes, _PROT_NONE, flags, -1)
+
+
+def reserve_range(size_bytes: int) -> int:
+    """Return addresses that nothing else will have, until `unmap_range`. They take no memory."""
+    return _reserve(0, size_bytes)
 
 
 def unmap_range(address: int, size_bytes: int) -> None:

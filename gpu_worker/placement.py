@@ -89,14 +89,43 @@ class Group:
     def __init__(self, device: Device, moved: list[_Moved], offset_bytes: int = 0) -> None:
         self._device = device
         self._moved = moved
+        self._offset_bytes = offset_bytes
+        self._storages: dict[int, _Storage] = {}
+        self._order: list[_Storage] = []
+        self.size_bytes = self._taken_bytes = self._lay_out()
+
+    def _lay_out(self) -> int:
+        """Give all memory its place, and return the bytes that takes."""
         self._storages = {
-            memory.data_ptr(): _Storage(memory) for one in moved for memory in one.memories()
+            memory.data_ptr(): _Storage(memory) for one in self._moved for memory in one.memories()
         }
         self._order = list(self._storages.values())
-        sizes = [storage.memory.nbytes() for storage in self._order]
-        offsets, self.size_bytes = layout(sizes)
+        offsets, size_bytes = layout(storage.memory.nbytes() for storage in self._order)
         for storage, offset in zip(self._order, offsets, strict=True):
-            storage.offset_bytes = offset_bytes + offset
+            storage.offset_bytes = self._offset_bytes + offset
+        return size_bytes
+
+    def renew(self) -> None:
+        """Take what the user has replaced on the host since, in place of what was there.
+
+        Raises:
+            ArgumentRefused: that is larger, and has no room here. It is on the host.
+        """
+        replaced = [
+            one
+            for one in self._moved
+            if not _is_wrapper(one.tensor) and not _same(one.tensor, one.home)
+        ]
+        for one in replaced:
+            one.home = one.tensor.detach()
+        if replaced:
+            self._taken_bytes = self._lay_out()
+        if self._taken_bytes > self.size_bytes:
+            raise ArgumentRefused(
+                f"{listed([one.name for one in self._moved])}: larger now than what was there, "
+                "and only a part of the module fits on the device",
+                remedy="offload it, and lock it again: it is divided anew then",
+            )
 
     def steps(self, block: Block, segment: Segment | None = None) -> Iterator[None]:
         sizes = [storage.memory.nbytes() for storage in self._order]

@@ -120,8 +120,8 @@ class SimDevice:
     def allocated_bytes(self) -> int:
         """Return how much of its memory this process has, or is just getting."""
         with self._lock:
-            there: list[_Pages | Memory] = [*self._coming, *self._memories]
-            return sum(one.size_bytes for one in there)
+            coming_bytes = sum(pages.size_bytes for pages in list(self._coming))
+            return coming_bytes + sum(memory.size_bytes for memory in list(self._memories))
 
     def allocate(self, size_bytes: int, owner: str) -> Block:
         block_bytes = self.charged_bytes(size_bytes)
@@ -218,9 +218,9 @@ class _Pages:
         self.fd = _memfd(self.device.name, owner)
         _back(self.fd, self.size_bytes, self.device.name)
         segment.fix_size(self.fd)
-        buffer = mapping.map_shared(self.fd, self.size_bytes)
-        self.address = ctypes.addressof(buffer)
-        return buffer
+        # Known before there is memory in it: an interrupt may come into the mapping.
+        self.address = mapping.reserve_range(self.size_bytes)
+        return mapping.map_shared(self.fd, self.size_bytes, address=self.address)
 
     def unmake(self) -> None:
         """Give back what there is of pages that nobody uses yet. `give_back` has no more to do."""

@@ -104,6 +104,7 @@ class Streaming:
         return forward
 
     def _bring(self, group: Group, block: Block) -> None:
+        group.renew()
         for _ in group.steps(block):
             pass
         block.finish()

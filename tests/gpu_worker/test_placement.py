@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -117,6 +118,75 @@ def test_what_the_user_replaced_there_is_his(device):
         module.small = torch.nn.Parameter(torch.zeros(3))
         module.new = torch.nn.Parameter(torch.ones(2))
     assert (module.plain == 9.0).all() and (module.small == 0).all() and (module.new == 1).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda data: data.t(), id="turned"),
+        pytest.param(lambda data: data[:3], id="fewer rows"),
+        pytest.param(lambda data: data.reshape(3, 8), id="reshaped"),
+        pytest.param(lambda data: data.view(torch.int32), id="another type"),
+    ],
+)
+def test_another_view_of_its_memory_is_his_too(device, change):
+    """It goes to the host as it is, and the memory there is free."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.arange(24.0).reshape(4, 6), requires_grad=False)
+    expected = change(module.weight.data.clone())
+    with There(module, device):
+        module.weight.data = change(module.weight.data)
+    assert torch.equal(module.weight.data, expected)
+    device.release_cached()
+    assert device.allocated_bytes() == 0
+
+
+def test_tensors_that_changed_places_there_leave_it(device):
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    first, second = (layer.weight.detach().clone() for layer in module)
+    with There(module, device):
+        module[0].weight.data, module[1].weight.data = module[1].weight.data, module[0].weight.data
+    assert torch.equal(module[0].weight, second) and torch.equal(module[1].weight, first)
+    device.release_cached()
+    assert device.allocated_bytes() == 0
+
+
+def test_what_is_replaced_while_a_part_is_there_is_used_and_stays(device):
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    other = copy.deepcopy(module).half()
+    at = torch.ones(1, 64).half()
+    with There(module, device, room_bytes=3 * 64 * 64 * 4):
+        module.half()
+        assert torch.equal(module(at), other(at))
+    assert torch.equal(module(at), other(at))
+
+
+def test_what_is_larger_than_its_part_is_refused_and_stays(device):
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    other = copy.deepcopy(module).double()
+    at = torch.ones(1, 64).double()
+    with There(module, device, room_bytes=3 * 64 * 64 * 4):
+        module.double()
+        for _ in range(2):
+            with pytest.raises(ArgumentRefused, match="offload"):
+                module(at)
+    assert torch.equal(module(at), other(at))
+
+
+def test_a_module_that_is_there_in_part_has_no_cycle_through_us(device):
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    gc.collect()
+    gc.disable()
+    try:
+        There(module, device, room_bytes=2 * 64 * 64 * 4).__enter__()
+        module(torch.ones(1, 64))
+        known = weakref.ref(module)
+        del module
+        assert known() is None
+        device.release_cached()
+        assert device.allocated_bytes() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_module_that_was_cast_there_stays_cast(device):

@@ -281,6 +281,76 @@ class TestRoom:
         assert agree(worker, operator, device) == 0
 
 
+def looped() -> torch.nn.Module:
+    """A module in a cycle. An idle process would not collect it by itself."""
+    made = skeleton(SIDE)()
+    made.__dict__["itself"] = made
+    return made
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+class TestCycles:
+    """Who lacks room gets what only a cycle keeps."""
+
+    def test_an_evicted_module_in_a_cycle_makes_room(self, worker, device):
+        for key in ("a", "b"):
+            with worker.use(key, skeleton=looped, build=matrix(SIDE)):
+                pass
+            assert worker.evict(key)
+        assert taken(device) == 2 * MODEL_BYTES
+        with load(worker, "c", timeout=WAIT_S):
+            assert taken(device) <= 2 * MODEL_BYTES
+
+    def test_so_does_one_that_is_let_go_of_while_somebody_waits(self, worker, operator, device):
+        kept = []
+        for key in ("a", "b"):
+            with worker.use(key, skeleton=looped, build=matrix(SIDE)) as module:
+                kept.append(module)
+            assert worker.evict(key)
+        del module
+        rid = operator.next_rid()
+        pool = f"vram:sim-{device.partition(':')[2]}"
+        operator.send(Charge(rid, pool, "theirs", MODEL_BYTES, WAIT_S))
+        wait_until(lambda: all(charge.collected for charge in charges(worker)))
+        kept.clear()
+        operator.send(Release(operator.expect(Grant).gen, rid))
+
+    def test_a_tensor_in_a_cycle_that_a_module_has_left_behind_makes_room(self, worker, device):
+        handles = [load(worker, key) for key in ("a", "b")]
+        for handle in handles:
+            with handle as module:
+                cycle: list[object] = [module.weight.detach()]
+                cycle.append(cycle)
+        del cycle
+        assert worker.offload_all() == ()
+        assert taken(device) == 2 * MODEL_BYTES
+        with load(worker, "c", timeout=WAIT_S):
+            assert taken(device) <= 2 * MODEL_BYTES
+
+    def test_one_whose_worker_is_gone_makes_room(self, served, device):
+        first = gpu_worker.attach(served.socket, device=device, vram_budget=3 * MIB // 2)
+        with first.use("a", skeleton=looped, build=matrix(SIDE)):
+            pass
+        del first
+        second = gpu_worker.attach(served.socket, device=device)
+        with load(second, "b", timeout=WAIT_S):
+            assert taken(device) == MODEL_BYTES
+        second.shutdown()
+
+
+def charges(worker):
+    """What is charged for this process."""
+    return [*worker._client.leases._charges.values()]
+
+
 class TestByHand:
     def test_all_leave_but_those_that_are_kept(self, worker):
         with load(worker, "a"), load(worker, "b"):
