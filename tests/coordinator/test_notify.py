@@ -20,6 +20,7 @@ from coordinator.fd_store import NOTICE_LIMIT_BYTES, FdStore, Notice, NoticeRefu
 from coordinator.notify import ManagerGone, StoreLost, StoreRefused
 from coordinator.notify_socket import WRONG_LIMIT, Datagram, NotifySocket
 from tests.coordinator.test_fd_store import is_open, memfd
+from tests.gpu_worker.served import wait_until
 from tests.processes import ROOT, WAIT_S
 
 
@@ -104,10 +105,11 @@ def test_what_is_stored_is_there_after_the_barrier_and_removed_after_the_next(se
 
 
 def test_ready_and_stopping_are_heard(serving):
+    # Its thread may have read the barrier together with what came before, and say so only then.
     assert notify.ready() and notify.barrier(WAIT_S)
-    assert Notice(ready=True) in serving.heard
+    wait_until(lambda: Notice(ready=True) in serving.heard)
     assert notify.stopping() and notify.barrier(WAIT_S)
-    assert Notice(stopping=True) in serving.heard
+    wait_until(lambda: Notice(stopping=True) in serving.heard)
 
 
 def test_a_barrier_tells_an_event_loop_without_waiting(manager):
