@@ -238,6 +238,7 @@ def session(worker, key, **weights):
         use(worker, key, **weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "first"),
     [
