@@ -33,10 +33,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType
 from typing import NoReturn
 
 from coordinator.display import say, show_error
@@ -64,17 +62,15 @@ def run(supervise: Supervise, forwarded: Iterable[int], grace_s: float) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ours, theirs = os.pipe()
-    with _held(heard):
-        supervisor = os.fork()
-        if not supervisor:
-            os.close(theirs)
-            _be_supervisor(partial(supervise, ours))
-        os.close(ours)
-        pidfd = os.pidfd_open(supervisor)
-        for number in heard:
-            signal.signal(number, partial(_pass_on, pidfd))
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    supervisor = os.fork()
+    if not supervisor:
+        os.close(theirs)
+        _be_supervisor(partial(supervise, ours))
+    os.close(ours)
+    pidfd = os.pidfd_open(supervisor)
     try:
-        return _wait(supervisor, grace_s)
+        return _wait(supervisor, pidfd, heard, grace_s)
     finally:
         os.close(pidfd)
         os.close(theirs)
@@ -103,18 +99,17 @@ def _be_supervisor(supervise: Callable[[], int]) -> NoReturn:
             os._exit(code)
 
 
-def _pass_on(pidfd: int, number: int, frame: FrameType | None) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
-        pass  # it has ended, and we are about to
+def _wait(supervisor: int, pidfd: int, heard: list[int], grace_s: float) -> int:
+    """Pass signals on until the supervisor has ended.
 
-
-def _wait(supervisor: int, grace_s: float) -> int:
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == supervisor:
-            break
+    They stay blocked, until this process ends too, and are taken one by one: a handler would not
+    run for one that comes just before a system call begins to wait, until that ends.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while (status := _reap(supervisor)) is None:
+        number = signal.sigwait([signal.SIGCHLD, *heard])
+        if number != signal.SIGCHLD:
+            signal.pidfd_send_signal(pidfd, number)  # not reaped, so it is there
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         say(f"the supervisor (pid {supervisor}) ended ({ending(code)}), so its group ends")
@@ -136,24 +131,34 @@ def _reap_until(deadline_s: float, *, kill: bool = False) -> bool:
     Args:
         kill: kill them, and then what those had started, which comes to us in turn.
     """
-    with _held([signal.SIGCHLD]):
-        while True:
-            while _reap_one():
-                pass
-            children = _children()
-            left_s = deadline_s - time.monotonic()
-            if not children or left_s <= 0:
-                return not children
-            for pid in children if kill else ():
-                os.kill(pid, signal.SIGKILL)  # ours to reap, so the pid is still theirs
-            signal.sigtimedwait([signal.SIGCHLD], left_s)
+    while True:
+        while _reap_one() is not None:
+            pass
+        children = _children()
+        left_s = deadline_s - time.monotonic()
+        if not children or left_s <= 0:
+            return not children
+        for pid in children if kill else ():
+            os.kill(pid, signal.SIGKILL)  # ours to reap, so the pid is still theirs
+        signal.sigtimedwait([signal.SIGCHLD], left_s)
 
 
-def _reap_one() -> bool:
+def _reap(supervisor: int) -> int | None:
+    """Reap who has ended up to the supervisor; return its wait status, or nothing so far."""
+    while (ended := _reap_one()) is not None:
+        pid, status = ended
+        if pid == supervisor:
+            return status
+    return None
+
+
+def _reap_one() -> tuple[int, int] | None:
+    """Return pid and wait status of a child that has ended, if any has."""
     try:
-        return os.waitpid(-1, os.WNOHANG)[0] != 0
+        pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
-        return False
+        return None
+    return (pid, status) if pid else None
 
 
 def _children() -> list[int]:
@@ -171,12 +176,3 @@ def _session(pid: int) -> int:
     except ProcessLookupError:
         return 0
 
-
-@contextmanager
-def _held(numbers: Iterable[int]) -> Iterator[None]:
-    """Let signals wait for the length of a block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

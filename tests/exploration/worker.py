@@ -474,9 +474,11 @@ class Worker:
         """Rule 9: once INVALIDATE is answered, no process hands the retired generations out."""
         record = self.records._current.get(key)
         if self.connected and record is not None and record.generation in retired:
-            # Who was granted it meanwhile, or has stated it, hears of it right behind that.
+            # Who was granted it meanwhile hears of it right behind the GRANT; who comes back after
+            # nobody was waited for any more, and was not known of, behind his statement.
+            unknown = self.host.lives > 1 and not self.host.world.store
             heard = [item[1] for item in self.keeper if item[0] == "revoke"]
-            late = record.module in heard or any(
+            late = (unknown and record.module in heard) or any(
                 isinstance(m, Grant | Revoke) and m.gen == record.generation for m in self.to
             )
             if not late:
