@@ -133,7 +133,14 @@ class Leases:
         """When the last REVOKE came of what is still looked at. The keeper's own."""
 
     def start(self) -> None:
-        """Begin to take grants. Imports torch, which no load with a timeout is to wait for."""
+        """Begin to take grants. Imports torch, which no load with a timeout is to wait for.
+
+        And whatever else a load needs: a child that is forked while another thread imports a module
+        would wait for ever for its lock.
+        """
+        import gpu_worker.module
+        import gpu_worker.placement
+        import gpu_worker.publish
         import gpu_worker.tensors  # noqa: F401
         from gpu_worker.mapping import MappingTable
 

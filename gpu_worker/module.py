@@ -33,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accelerate import init_empty_weights
 
 from gpu_worker.load_lock import load_lock
 from gpu_worker.mapping import Buffer
@@ -91,8 +92,6 @@ def assemble(
         LoadTimeout: other threads build or move theirs for longer than `left_s`.
         Whatever `skeleton` raises. In all cases nothing stays patched or locked.
     """
-    import accelerate  # noqa: F401  # slow, so not under the lock
-
     state = tensors(buffer)
     apart = {
         entry.name: state.pop(entry.name)
@@ -182,8 +181,6 @@ def _construct(
 
 def _build_empty(skeleton: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return `skeleton()`, whose parameters get no memory."""
-    from accelerate import init_empty_weights
-
     global _unpatched
     full = _unpatched = torch.nn.Module.register_parameter
     try:

@@ -14,7 +14,12 @@ from coordinator.group_file import GroupReport, read_group
 from tests.processes import ROOT, WAIT_S, children_of
 
 PREAMBLE = """
-import os, signal, sys
+import os, signal, socket, sys
+woken, wakes = socket.socketpair()
+wakes.setblocking(False)
+signal.set_wakeup_fd(wakes.fileno())
+def hear():  # also what comes just before it waits, for which signal.pause() would wait for ever
+    woken.recv(1)
 def say(*words):  # in one write: several workers share the pipe
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator import device_memory
 from shm_store.memfds import PREFIX
-from shm_store.wire import Declare, Done, Flush, Flushed, HeldCharge, Limit, Release
+from shm_store.wire import Declare, Done, HeldCharge, Limit, Release
 from tests.gpu_worker.served import wait_until
 from tests.processes import ROOT, WAIT_S, Peer, running
 
@@ -88,8 +88,7 @@ def test_a_forked_child_that_was_not_attached_takes_it_over(parent, coordinator,
     wait_until(lambda: [g.state for g in operator.status().generations] == ["freeing"])
     held = [(HeldCharge(gen, 77, POOL, "m", PAGES), ()), (Declare(POOL, 1 << 20), ())]
     child = Peer(coordinator.socket, "child", token="c" * 32, held=held)
-    child.send(Flush(100))
-    assert child.expect(Flushed).rid == 100
+    child.flush()
     assert [(g.state, len(g.leases)) for g in operator.status().generations] == [("ready", 1)]
     os.close(kept)
     child.send(Release(gen, 77))

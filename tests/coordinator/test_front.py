@@ -37,7 +37,7 @@ def leave(*_):
 signal.signal(signal.SIGTERM, leave)
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     workers = launched.up(2)
@@ -58,7 +58,7 @@ for number in (signal.SIGTERM, signal.SIGUSR2):
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """
     )
     worker, supervisor = launched.up(1)[0], launched.supervisor
@@ -166,7 +166,7 @@ signal.signal(signal.SIGUSR1, lambda *_: os.close(theirs))  # and so the orphan 
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """
     )
     launched.up(1)
@@ -189,7 +189,7 @@ for number in (signal.SIGINT, signal.SIGUSR2):
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
         process_group=0,
     )

@@ -96,7 +96,7 @@ else:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     workers = launched.up(3)
@@ -148,7 +148,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     workers = launched.up(2)
@@ -200,7 +200,7 @@ def leave(*_):
 signal.signal(signal.SIGTERM, leave)
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     launched.up(2)
@@ -223,7 +223,7 @@ def test_an_interrupt_ends_the_group_once(launch):
 assert os.getpgid(0) == os.getpid()
 try:
     {HELLO}
-    signal.pause()
+    hear()
 except KeyboardInterrupt:
     sys.exit(130)
 """,
@@ -245,7 +245,7 @@ def tell(*_):
 signal.signal(signal.SIGTERM, tell)
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     launched.up(2)

@@ -162,7 +162,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """,
     )
     worker = launched.up(1)[0]
@@ -185,7 +185,7 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 signal.signal(signal.SIGTERM, lambda *_: say("ending"))
 {HELLO}
 while True:
-    signal.pause()
+    hear()
 """
     )
     worker = launched.up(1)[0]

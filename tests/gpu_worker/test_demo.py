@@ -247,12 +247,19 @@ class TestKernel:
         view.close()
         assert kernel.holders({name}) == []
 
+    @staticmethod
+    def fill(memory: mmap.mmap) -> None:
+        """Write every page, without an object of that size: the allocator may keep its memory."""
+        page = b"x" * mmap.PAGESIZE
+        while memory.tell() < len(memory):
+            memory.write(page)
+
     def test_memory_is_told_apart(self, tmp_path):
         """Private, mapped from a checkpoint, and in a segment."""
         size = 4 * 2**20
         before = kernel.data_memory(os.getpid())
         own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        own.write(b"x" * size)
+        self.fill(own)
         added = kernel.data_memory(os.getpid()).since(before)
         assert size <= added.private_bytes < 2 * size
         assert added.segment_bytes == 0
@@ -260,7 +267,7 @@ class TestKernel:
         os.posix_fallocate(fd, 0, size)
         shared = mmap.mmap(fd, size)
         os.close(fd)
-        shared.write(b"x" * size)
+        self.fill(shared)
         added = kernel.data_memory(os.getpid()).since(before)
         assert added.segment_bytes == size
         assert 2 * size <= added.total_bytes < 3 * size

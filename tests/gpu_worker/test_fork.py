@@ -870,6 +870,25 @@ class TestOtherThreads:
             """
         )
 
+    def test_a_load_imports_nothing(self, fork):
+        """A child that is forked meanwhile would wait for ever for the lock of that import."""
+        fork(
+            """
+            on_device = gpu_worker.attach(sys.argv[1], device="sim:0", vram_budget=1 << 24)
+            before = set(sys.modules)
+            with worker.use("linear", skeleton=skeleton, build=skeleton) as module:
+                module(torch.ones(3))
+            worker.state_dict("dict", build=lambda: {"w": torch.ones(1)})
+            worker.load("private", skeleton=skeleton, build=skeleton, private=True)
+            with on_device.use("linear", skeleton=skeleton, build=skeleton) as module:
+                module(torch.ones(3))
+            on_device.offload_all()
+            assert set(sys.modules) == before, set(sys.modules) - before
+            del module
+            worker.shutdown(), on_device.shutdown()
+            """
+        )
+
     def test_a_fork_in_the_middle_of_everything_hangs_nobody(self, fork):
         """Other threads hold every lock there is, again and again, while this one forks."""
         fork(

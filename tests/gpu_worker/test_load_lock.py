@@ -525,10 +525,17 @@ class AtPoint:
 
     def during(self, call: Callable[[], object]) -> BaseException | None:
         """Call it; return what it raises, if it does."""
+
+        def apart() -> Iterator[object]:
+            # Raised here and there, it can leave the interpreter thinking that another exception is
+            # still handled, and all that is raised later would be shown with that one. A generator
+            # has its own idea of that.
+            yield call()
+
         before = sys.gettrace()
         sys.settrace(self)
         try:
-            call()
+            next(iter(apart()))
         except (LoadTimeout, KeyboardInterrupt) as error:
             return error
         finally:

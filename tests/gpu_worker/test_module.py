@@ -375,7 +375,7 @@ def test_an_interrupt_on_the_way_out_of_a_skeleton_leaves_nothing_patched(monkey
     kept: list[Any] = []
     with mapped(seal(Small())) as buffer:
         with monkeypatch.context() as context:
-            context.setattr(accelerate, "init_empty_weights", Patch)
+            context.setattr("gpu_worker.module.init_empty_weights", Patch)
             with pytest.raises(KeyboardInterrupt):
                 build(Small, buffer)
         assert kept
