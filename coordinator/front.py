@@ -175,4 +175,3 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
-
