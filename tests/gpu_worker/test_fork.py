@@ -878,7 +878,7 @@ class TestOtherThreads:
             before = set(sys.modules)
             with worker.use("linear", skeleton=skeleton, build=skeleton) as module:
                 module(torch.ones(3))
-            worker.state_dict("dict", build=lambda: {"w": torch.ones(1)})
+            worker.state_dict("ones", build=lambda: {"w": torch.ones(1)})
             worker.load("private", skeleton=skeleton, build=skeleton, private=True)
             with on_device.use("linear", skeleton=skeleton, build=skeleton) as module:
                 module(torch.ones(3))
