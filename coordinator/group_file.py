@@ -3,8 +3,8 @@
 The supervisor holds a lock on its first byte for life, so there is one group for a socket; and one
 on its second from when the file says the first word of this group. What it says is true as long as
 that is locked: after a SIGKILL the file is left behind, and means nothing, also while the next
-group has it and has said nothing yet. It is one line of JSON, written anew whenever something
-changes. The coordinator has no part in this.
+group has it and has said nothing yet. It is one line, JSON and its checksum, written anew whenever
+something changes. The coordinator has no part in this.
 
     Note on the lock
     fact: `flock` cannot be looked at without taking it, and a reader that takes it for a moment
@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import struct
+import zlib
 from typing import Self
 
 import msgspec
@@ -26,6 +27,8 @@ import msgspec
 from shm_store.errors import ArgumentRefused, CoordinatorRunning
 
 FILE_LIMIT_BYTES = 1 << 20
+READS_LIMIT = 100
+"""A file that is read while it is written can have something of both: read it again."""
 
 _LOCK = struct.Struct("hhqqi0q")
 """struct flock: type, whence, start, length, pid."""
@@ -101,7 +104,8 @@ class GroupFile:
 
     def write(self, group: GroupReport) -> None:
         """Say what the group is now. A full disk leaves what was there, or nothing readable."""
-        line = msgspec.json.encode(group) + b"\n"
+        said = msgspec.json.encode(group)
+        line = said + b" " + _checksum(said) + b"\n"
         try:
             os.pwrite(self._fd, line, 0)
             os.ftruncate(self._fd, len(line))
@@ -137,12 +141,25 @@ def read_group(socket: str) -> GroupReport | None:
         kind, *_ = _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _SAID))
         if kind == fcntl.F_UNLCK:
             return None  # left behind
-        line = os.pread(fd, FILE_LIMIT_BYTES, 0).partition(b"\n")[0]
-        return msgspec.json.decode(line, type=GroupReport)
+        return msgspec.json.decode(_first_line(fd), type=GroupReport)
     except (OSError, msgspec.DecodeError):
         return None
     finally:
         os.close(fd)
+
+
+def _first_line(fd: int) -> bytes:
+    """Return what was written last, without its checksum. Nothing if that is never right."""
+    for _ in range(READS_LIMIT):
+        line = os.pread(fd, FILE_LIMIT_BYTES, 0).partition(b"\n")[0]
+        said, _, checksum = line.rpartition(b" ")
+        if checksum == _checksum(said):
+            return said
+    return b""
+
+
+def _checksum(line: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(line)
 
 
 def group_lines(group: GroupReport) -> list[str]:

@@ -45,6 +45,24 @@ def test_what_is_written_is_read_while_it_is_held(path):
     assert not os.path.exists(group_path(path))
 
 
+def test_what_is_read_while_it_is_written_is_one_or_the_other(path):
+    other = GroupReport(1234567, True, (MemberReport("worker 0", "ended", None, 9, "by SIGTERM"),))
+    with GroupFile(path) as file:
+        file.write(GROUP)
+        writer = os.fork()
+        if not writer:
+            while True:
+                file.write(other)
+                file.write(GROUP)
+        try:
+            found = [read_group(path) for _ in range(20_000)]
+        finally:
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+    assert all(one in (GROUP, other) for one in found)
+    assert GROUP in found and other in found
+
+
 def test_there_is_one_group_for_a_socket(path):
     with GroupFile(path) as file:
         with pytest.raises(CoordinatorRunning, match=f"another `weight-cache launch` has {path}"):
