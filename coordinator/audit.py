@@ -287,7 +287,8 @@ def _blocks(books: StatusReport, facts: Facts) -> Iterator[Finding]:
             kernel_bytes=taken_bytes,
         )
     for gen, taken_bytes in left.items():
-        yield Finding("uncharged_block", gen, kernel_bytes=taken_bytes)
+        if taken_bytes:  # else it was made and got no memory
+            yield Finding("uncharged_block", gen, kernel_bytes=taken_bytes)
 
 
 def _totals(books: StatusReport, facts: Facts) -> Iterator[Finding]:

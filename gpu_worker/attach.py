@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,17 @@ from gpu_worker.autostart import attach_or_start
 from gpu_worker.callbacks import Callbacks
 from gpu_worker.device import device_named
 from gpu_worker.worker import Worker
-from shm_store.errors import ArgumentRefused
-from shm_store.paths import socket_path
+from shm_store.errors import ArgumentRefused, CoordinatorLost
+from shm_store.paths import SOCKET_VARIABLE, socket_path
 
 if TYPE_CHECKING:
     import torch
 
 PATIENCE_S = 30.0
+RETRY_S = 0.05
+
+RANK_VARIABLE = "WEIGHT_CACHE_RANK"
+"""Of every worker of `weight-cache launch`."""
 
 
 def attach(
@@ -45,8 +50,9 @@ def attach(
         device: where modules run: "cpu", on the shared weights themselves; "cuda:0", whose memory
             they are brought to when they are locked; or "sim:0", a simulated device for tests.
         vram_budget: how much of that device's memory models may take in all, of every process, in
-            bytes or as "20GiB". None takes what the device has. Of several budgets the least
-            counts, and what `weight-cache limit` sets before all.
+            bytes or as "20GiB". None takes what the device has. Of the budgets of the processes
+            that are attached the least counts, and what `weight-cache limit` sets before all; in
+            one process, that of who attached last.
         working_memory: how much of it to keep free for what this process computes with. Waits
             until there is as much.
         name: how `weight-cache status` calls this process, if it is the first to attach; else the
@@ -55,7 +61,8 @@ def attach(
             until it is evicted, replaced, or the coordinator needs its room.
         patience: seconds that a call waits while no coordinator answers, before it raises
             CoordinatorLost: one that died and is started again is not noticed. Modules and tensors
-            that are loaded need none. As with `name`, the first to attach decides.
+            that are loaded need none. As with `name`, the first to attach decides. In a group of
+            `weight-cache launch` attaching waits as long, too.
         on_evict: called as `on_evict(key, generation, cause)` once for every module that is gone
             from this worker. `cause` is an `EvictCause`:
             "evicted": by `Worker.evict`;
@@ -113,10 +120,35 @@ def attach(
     arguments.check_flag("autostart", autostart)
     place = socket_path(socket)
     make = functools.partial(Worker, place, name, where, callbacks, idle_s, patience_s)
-    worker = attach_or_start(place, make) if autostart else make()
+    if autostart:
+        worker = attach_or_start(place, make)
+    else:
+        worker = _attach_in_time(make, patience_s if _is_launched(place) else 0.0)
     try:
         worker._use_device(budget_bytes, working_bytes)
     except BaseException:
         worker.shutdown(timeout=0.0)
         raise
     return worker
+
+
+def _is_launched(place: str) -> bool:
+    """Say whether a supervisor minds the coordinator there, and will start another one."""
+    ours = os.environ.get(SOCKET_VARIABLE) == place
+    return ours and RANK_VARIABLE in os.environ
+
+
+def _attach_in_time(make: Callable[[], Worker], patience_s: float) -> Worker:
+    """Attach, though there may be no coordinator for so long.
+
+    Raises:
+        WeightCacheError: as `attach`.
+    """
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return make()
+        except CoordinatorLost:
+            if time.monotonic() >= end_s:
+                raise
+        time.sleep(RETRY_S)

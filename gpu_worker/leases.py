@@ -198,9 +198,13 @@ class Leases:
         self.keeper.queue.put(functools.partial(self.give_back, charge))
 
     def declare(self, device: Declare) -> None:
-        """Say that this process can use a device, now and on each connection to come."""
+        """Say that this process can use a device, now and on each connection to come.
+
+        Its newest budget counts, also if another of its workers has none.
+        """
         with self._lock:
-            if self._devices.get(device.pool) != device:
+            before = self._devices.get(device.pool)
+            if before != device and (device.budgeted or before is None or not before.budgeted):
                 self._devices[device.pool] = device
                 self._connection.post(device)
 

@@ -173,7 +173,7 @@ class Residence:
         from gpu_worker.placement import Placement
 
         self._withdraw()  # a part that is too small or too large, or what a move has left
-        self._fetch(module, _left(end_s))
+        self._fetch(_left(end_s))
         placement, room_bytes = Placement(module, self.device), None
         size_bytes = self.device.charged_bytes(placement.size_bytes)
         if placement.size_bytes:
@@ -203,7 +203,7 @@ class Residence:
             if weights is not None:
                 placement.give_up(weights)
 
-    def _fetch(self, module: torch.nn.Module, left_s: float | None) -> None:
+    def _fetch(self, left_s: float | None) -> None:
         """Have the weights on the host again that were given up. Waits without any lock."""
         for placement in list(self._placements.values()):
             if placement.given_up:

@@ -151,8 +151,9 @@ class HeldCharge(Message, frozen=True):
 class Declare(Message, frozen=True):
     """The session can use a device's memory, and this much of it: the pool is there from now on.
 
-    Never answered; said again behind each RESUME. The limit is the least that users have budgeted;
-    where none has, the most that a session has found; and what an operator sets, once one did.
+    Never answered; said again behind each RESUME; what a session said last counts, as long as it
+    is there. The limit is the least that sessions budget; where none does, the most that one has
+    found; and what an operator sets, once one did.
     """
 
     pool: Name

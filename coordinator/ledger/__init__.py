@@ -118,7 +118,7 @@ def _said(turn: Turn, event: Said) -> None:
         case Charge():
             admission.charge(turn, session.id, message)
         case Declare():
-            lifecycle.declared(turn, message)
+            lifecycle.declared(turn, session, message)
         case Counts(models):
             session.models = models
         case Release():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from coordinator.ledger import admission
 from coordinator.ledger.events import Attached, BackingRefused, Forget, Seal, SendSpace
 from coordinator.ledger.state import (
@@ -212,19 +210,36 @@ def may_be_pool(ledger: Ledger, name: str, beside: int = 0) -> bool:
     return names_device(name) and len(ledger.pools) + beside < POOLS_LIMIT
 
 
-def declared(turn: Turn, message: Declare) -> None:
+def declared(turn: Turn, session: Session, message: Declare) -> None:
     """A session can use a device's memory: there is a pool for it, whose limit several may say."""
-    pools, name = turn.ledger.pools, message.pool
-    pool = pools.get(name)
-    said_by: Literal["budget", "device"] = "budget" if message.budgeted else "device"
-    if pool is None:
-        if may_be_pool(turn.ledger, name):
-            pools[name] = Pool(name, message.limit_bytes, said_by=said_by)
-    elif pool.said_by == said_by:
-        which = min if message.budgeted else max
-        pool.limit_bytes = which(pool.limit_bytes, message.limit_bytes)
-    elif pool.said_by == "device":
-        pool.limit_bytes, pool.said_by = message.limit_bytes, said_by
+    name = message.pool
+    if names_device(name) and make_pool(turn.ledger, name, message.limit_bytes):
+        session.devices[name] = message
+        _have_limit_said(turn.ledger, name)
+
+
+def make_pool(ledger: Ledger, name: str, limit_bytes: int) -> Pool | None:
+    """Return the pool of a device, made with this limit if need be; None if there can be none."""
+    if name not in ledger.pools and may_be_pool(ledger, name):
+        ledger.pools[name] = Pool(name, limit_bytes, said_by="sessions")
+    return ledger.pools.get(name)
+
+
+def _have_limit_said(ledger: Ledger, name: str) -> None:
+    """Have the limit of a pool be what those say who are here; if nobody is, as it was."""
+    pool = ledger.pools[name]
+    said = [one.devices[name] for one in ledger.sessions.values() if name in one.devices]
+    budgets = [one.limit_bytes for one in said if one.budgeted]
+    if said and pool.said_by == "sessions":
+        pool.limit_bytes = min(budgets) if budgets else max(one.limit_bytes for one in said)
+
+
+def _forget(turn: Turn, session: Session) -> None:
+    """It is not here any more, and what it has said of limits does not count."""
+    del turn.ledger.sessions[session.id]
+    for name in session.devices:
+        _have_limit_said(turn.ledger, name)
+    turn.do(Forget(session.id))
 
 
 def disconnected(turn: Turn, session: Session) -> None:
@@ -243,8 +258,7 @@ def disconnected(turn: Turn, session: Session) -> None:
         elif not generation.sealing:
             _part(turn, generation, FillFailed(reason))
     if not session.leases and not turn.ledger.owned_by(session.id):
-        del turn.ledger.sessions[session.id]
-        turn.do(Forget(session.id))
+        _forget(turn, session)
 
 
 def ended(turn: Turn, session: Session) -> None:
@@ -254,8 +268,7 @@ def ended(turn: Turn, session: Session) -> None:
     for gen in list(session.leases):
         turn.end_lease(session.id, turn.ledger.generations[gen], died=True)
     owned = turn.ledger.owned_by(session.id)
-    del turn.ledger.sessions[session.id]
-    turn.do(Forget(session.id))
+    _forget(turn, session)
     for generation in owned:
         if not generation.sealing:
             _owner_died(turn, generation, f"process {session.pid} was lost while it filled it")

@@ -21,7 +21,7 @@ from shm_store.errors import (
 )
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
-from shm_store.wire import Copied, Declare, Done, Drain, Evict, Flushed, Invalidate, Limit
+from shm_store.wire import Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
 
 PINS_LIMIT = 4096
 INVALIDATIONS_LIMIT = 64
@@ -183,11 +183,8 @@ def _handed_out(ledger: Ledger, gen: GenerationId) -> bool:
 
 def limit(turn: Turn, session: SessionId, message: Limit) -> None:
     """Set a pool's limit. What is above it goes as soon as it is idle; nothing is taken away."""
-    pool = turn.ledger.pools.get(message.pool)
-    if pool is None:
-        # A device's may be limited before anybody uses that.
-        lifecycle.declared(turn, Declare(message.pool, message.limit_bytes))
-        pool = turn.ledger.pools.get(message.pool)
+    # A device's may be limited before anybody uses that.
+    pool = lifecycle.make_pool(turn.ledger, message.pool, message.limit_bytes)
     if pool is None:
         pools = listed([repr(name) for name in turn.ledger.pools])
         unknown = ArgumentRefused(

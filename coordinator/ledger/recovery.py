@@ -114,7 +114,7 @@ def resumed(turn: Turn, event: Resumed) -> None:
     for gen in [gen for gen in session.leases if gen not in stated]:
         turn.end_lease(session.id, ledger.generations[gen])
     for device in event.devices:
-        lifecycle.declared(turn, device)
+        lifecycle.declared(turn, session, device)
     fills = {offer.gen for offer in event.fills}
     for generation in ledger.owned_by(session.id):
         if generation.id not in fills and not generation.sealing:

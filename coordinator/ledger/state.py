@@ -15,7 +15,7 @@ from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
 from shm_store.report import ModelReport
-from shm_store.wire import NO_GENERATION, Asked
+from shm_store.wire import NO_GENERATION, Asked, Declare
 
 RAM = "ram"
 """The pool of the host's memory. The others are devices', named VRAM and the device's uuid."""
@@ -79,6 +79,7 @@ class Session:
 
     Attributes:
         silent: it was attached to the coordinator before this one, and has not resumed.
+        devices: what it has said of each pool's limit, which counts as long as it is here.
     """
 
     id: SessionId
@@ -91,6 +92,7 @@ class Session:
     last_rid: RequestId = RequestId(0)
     leases: dict[GenerationId, Lease] = field(default_factory=dict)
     models: tuple[ModelReport, ...] = ()
+    devices: dict[str, Declare] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +247,7 @@ class Pool:
     limit_bytes: int
     in_use_bytes: int = 0
     given_up: bool = False
-    said_by: Literal["device", "budget", "operator"] = "operator"
+    said_by: Literal["sessions", "operator"] = "operator"
     queue: list[Generation] = field(default_factory=list)
 
     @property

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator import device_memory
+from coordinator.audit import audit
+from coordinator.operator import Operator
 from shm_store.memfds import PREFIX
-from shm_store.wire import Declare, Done, HeldCharge, Limit, Release
+from shm_store.wire import Charge, Declare, Done, Grant, HeldCharge, Limit, Release
 from tests.gpu_worker.served import wait_until
 from tests.processes import ROOT, WAIT_S, Peer, running
 
@@ -104,6 +106,40 @@ def test_a_coordinator_that_ends_does_not_wait_for_it(parent, coordinator, opera
     code, _ = coordinator.stop()
     os.close(kept)
     assert code in (0, 1, -signal.SIGTERM)
+
+
+class TestAudit:
+    """What is charged on a simulated device against what the kernel says is there."""
+
+    def found(self, coordinator) -> list[tuple[str, int | None]]:
+        with Operator.connect(coordinator.socket, "audit") as looking:
+            return [(one.kind, one.kernel_bytes) for one in audit(looking).differences]
+
+    def test_it_agrees_with_what_is_there_and_finds_less_and_more(self, coordinator):
+        peer = Peer(coordinator.socket)
+        peer.send(Declare(POOL, 1 << 20))
+        peer.send(Charge(rid := peer.next_rid(), POOL, "m", PAGES, WAIT_S))
+        gen = peer.expect(Grant).gen
+        assert self.found(coordinator) == [("wrong_block", 0)]
+        block = block_of(gen)
+        assert self.found(coordinator) == []
+        os.ftruncate(block, PAGES // 2)
+        assert self.found(coordinator) == [("wrong_block", PAGES // 2)]
+        os.close(block)
+        peer.send(Release(gen, rid))
+        peer.flush()
+
+    def test_what_nobody_is_charged_for_is_found_unless_it_is_empty(self, coordinator, operator):
+        """An allocation that an interrupt came into leaves an empty one."""
+        start = operator.status().start
+        stray = os.memfd_create(f"{PREFIX}sim:5:{start}-0000002a")
+        others = os.memfd_create(f"{PREFIX}sim:5:{'f' * 16}-0000002a")
+        os.posix_fallocate(others, 0, PAGES)
+        assert self.found(coordinator) == []
+        os.posix_fallocate(stray, 0, PAGES)
+        assert self.found(coordinator) == [("uncharged_block", PAGES)]
+        os.close(stray)
+        os.close(others)
 
 
 class TestGpu:

@@ -68,6 +68,27 @@ class TestLimits:
         world.say(3, Declare(GPU, 500))
         assert world.ledger.pools[GPU].limit_bytes == 50
 
+    def test_a_budget_counts_as_long_as_who_set_it_is_there(self):
+        world = with_device(100)
+        world.say(2, Declare(GPU, 30, budgeted=True))
+        world.say(3, Declare(GPU, 40, budgeted=True))
+        on_device(world, 1, 25)
+        waits = charge(world, 1, 12)
+        assert world.answer(1, waits) is None
+        world.end(2)
+        assert world.ledger.pools[GPU].limit_bytes == 40
+        assert isinstance(world.answer(1, waits), Grant)
+        world.disconnect(3)
+        assert world.ledger.pools[GPU].limit_bytes == 100
+        world.end(1)
+        assert world.ledger.pools[GPU].limit_bytes == 100, "nobody says anything else"
+
+    def test_of_one_session_the_last_word_counts(self):
+        world = with_device(100)
+        for limit_bytes in (30, 50):
+            world.say(2, Declare(GPU, limit_bytes, budgeted=True))
+        assert world.ledger.pools[GPU].limit_bytes == 50
+
     def test_what_an_operator_sets_counts_before_all_and_is_remembered(self):
         world = with_device(100)
         world.say(2, Limit(world.rid(2), GPU, 60))

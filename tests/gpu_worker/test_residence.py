@@ -687,6 +687,25 @@ class TestConstruction:
         with handle:
             pass
 
+    def test_keep_alive_evicts_meanwhile_and_puts_nothing_on_meta(self, served, device):
+        """It moves nothing: who has kept the module by a name has it where it was."""
+        from accelerate import init_empty_weights
+
+        told = threading.Event()
+        worker = gpu_worker.attach(
+            served.socket, device=device, idle_timeout=0.05, on_evict=lambda *_: told.set()
+        )
+        with gpu_worker.constructing(), init_empty_weights(include_buffers=True):
+            pass  # accelerate is imported by now, and the module below idle for less long
+        with load(worker, "unused") as module:
+            pass
+        with gpu_worker.constructing(), init_empty_weights(include_buffers=True):
+            assert told.wait(WAIT_S)
+            assert not any(parameter.is_meta for parameter in module.parameters())
+            assert torch.nn.Linear(3, 3).weight.is_meta
+        assert (module(torch.ones(1, SIDE)) == SIDE + 1.0).all()
+        worker.shutdown()
+
     def test_whoever_asks_waits_for_it_and_nothing_is_ever_on_meta(self, worker, operator, device):
         from accelerate import init_empty_weights
 
