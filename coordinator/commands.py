@@ -419,11 +419,14 @@ def limit(
 
     limit_bytes = parse_size(size)
     with _operator(socket, "limit") as operator:
+        known = pool == RAM or any(found.name == pool for found in operator.status().pools)
         operator.limit(pool, limit_bytes)
         operator.flush()
         (changed,) = (found for found in operator.status().pools if found.name == pool)
     above = changed.in_use_bytes > limit_bytes
     note = "; above the limit: goes when it is idle" if above else ""
+    if not known:
+        note = "; no process uses a device of this name so far"
     print(f"{pool}: {size_text(changed.in_use_bytes)} charged of {size_text(limit_bytes)}{note}")
 
 

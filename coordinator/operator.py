@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
+from coordinator.limits import RAM
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import (
@@ -284,7 +285,8 @@ class Operator:
         return Known(
             shared=any(not generation.private for generation in found),
             holders=_pids(generation for generation in found if not generation.private),
-            private_to=_pids(generation for generation in found if generation.private),
+            # What is on a device is a copy of one or the other.
+            private_to=_pids(g for g in found if g.private and g.pool == RAM),
         )
 
     def pinned_idle(self) -> tuple[str, ...]:

@@ -397,11 +397,12 @@ def _too_small(parts: list[_Part], room_bytes: int) -> BudgetExceeded:
     largest = max(parts, key=lambda part: part.own_bytes)
     return BudgetExceeded(
         f"module {largest.name!r} alone takes {size_text(largest.own_bytes)}, and there is room on "
-        f"the device for {size_text(room_bytes)}",
+        f"its device for {size_text(room_bytes)}",
         needed_bytes=largest.own_bytes,
         free_bytes=room_bytes,
         possible_bytes=room_bytes,
-        remedy="raise the limit of the device's pool, or keep the model on the host, device='cpu'",
+        remedy="raise the limit of the device's pool (`weight-cache status` names it), or reserve "
+        "less; or evict it, and load it with device='cpu'",
     )
 
 

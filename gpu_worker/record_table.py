@@ -181,6 +181,9 @@ class RecordTable:
 
     def evict(self, key: Key) -> bool:
         """Let go of the record of `key`, and say whether it was idle, and so is gone."""
+        for claim, handle in list(self._handles.items()):
+            if handle() is None:
+                self.end_claim(claim)  # the keeper would, in a moment
         with self._lock:
             gone = self._records.evict(key)
         evicted = bool(gone)

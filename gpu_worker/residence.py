@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from gpu_worker.request import Charge
 from gpu_worker.waits import steps
 from shm_store.errors import BudgetExceeded, CoordinatorLost, LoadTimeout
 from shm_store.keys import GenerationId, Key
+from shm_store.report import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from gpu_worker.leases import Segment
     from gpu_worker.placement import Placement
     from gpu_worker.resident_record import ResidentRecord
+
+
+logger = logging.getLogger("gpu_worker")
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +104,8 @@ class Residence:
         self._placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement]
         self._placements = weakref.WeakKeyDictionary()
         self._charge: Charge | None = None
+        self._told = False
+        """That it is there in part was said."""
 
     def resident(self) -> Resident:
         """Describe what is there. The caller has the lock."""
@@ -193,6 +200,15 @@ class Residence:
             self._count.moved_s += time.monotonic() - room_s
             self._count.moved_bytes += placement.moved_bytes
             self._client.leases.count_later()
+            if placement.partial and not self._told:
+                self._told = True
+                logger.warning(
+                    "weight-cache: %r is on %s in part: %s of it stay there, the rest comes for "
+                    "each call, which is slow",
+                    self._record.key,
+                    self.device.name,
+                    size_text(placement.moved_bytes),
+                )
         with self._lock:
             self.size_bytes = size_bytes if placement.size_bytes else 0
             self.room_bytes = room_bytes

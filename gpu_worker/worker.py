@@ -111,7 +111,10 @@ class Worker:
         pool = self._device.pool
         if pool is None:
             return
-        limit_bytes = self._device.total_bytes() if budget_bytes is None else budget_bytes
+        limit_bytes = self._device.total_bytes()
+        if budget_bytes is not None:
+            # What is not there cannot be budgeted: nobody would be asked for room before it fails.
+            limit_bytes = min(limit_bytes, budget_bytes)
         self._client.declare(pool, limit_bytes, budgeted=budget_bytes is not None)
         if working_bytes is not None:
             self._working_memory = Reservation(

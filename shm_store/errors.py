@@ -138,7 +138,8 @@ class WeightsMissing(CallerError):
         if unused:
             remedy = (
                 "make the module that these weights were saved from; they have e.g. "
-                f"{listed(unused, 5)}, which this one does not use"
+                f"{listed(unused, 5)}, which this one does not use; or, if build= makes others by "
+                "now, pass another version=, or invalidate them"
             )
         super().__init__(
             f"weights {key!r} lack {len(names)} tensor(s) of the skeleton: {listed(names)}",

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
         return 2
     from shm_store.errors import WeightCacheError
 
+    logging.getLogger("gpu_worker").setLevel(logging.ERROR)  # what runs in part is meant to
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:

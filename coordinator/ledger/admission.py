@@ -411,7 +411,10 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     if first is not generation and not never:
         behind = f"; {first.key!r} came first and waits for {size_text(first.size_bytes)}"
     own_bytes = ledger.fixed_bytes(generation)
-    if own_bytes:
+    reserved_bytes = sum(holder.size_bytes for holder in holders if holder.fixed)
+    if reserved_bytes > own_bytes:
+        behind = f"; {size_text(reserved_bytes)} is what processes have reserved{behind}"
+    elif own_bytes:
         behind = f"; {size_text(own_bytes)} is what its own process has reserved{behind}"
     if ledger.awaited:
         behind = f"; the coordinator was started again, and {silent_text(ledger)} may hold more"
@@ -419,7 +422,8 @@ def no_room(turn: Turn, generation: Generation) -> BudgetExceeded:
     if never:
         free = f"that is more than all of pool {pool.name!r},"
     raised = f"raise the limit: `weight-cache limit {shlex.quote(pool.name)} SIZE`"
-    freed = "unlock models there, or let go of them (`weight-cache status`), or "
+    freed = "unlock models there (`weight-cache status`), let go of tensors of them, reserve less, "
+    freed += "or "
     return BudgetExceeded(
         f"{generation.key!r} needs {size_text(generation.size_bytes)}; {free} "
         f"{size_text(pool.limit_bytes)}{behind}",

@@ -8,7 +8,16 @@ from coordinator.ledger import admission, lifecycle
 from coordinator.ledger.events import Exit, Remember
 from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report, silent_text
-from coordinator.ledger.state import LOADER, OTHERS, Draining, Flushing, Invalidating, Ledger, State
+from coordinator.ledger.state import (
+    LOADER,
+    OTHERS,
+    RAM,
+    Draining,
+    Flushing,
+    Invalidating,
+    Ledger,
+    State,
+)
 from coordinator.ledger.turn import Turn
 from shm_store.errors import (
     ArgumentRefused,
@@ -106,7 +115,10 @@ def _nothing_shared(turn: Turn, key: Key) -> ArgumentRefused | InUse:
     own = tuple(
         generation_report(turn.ledger, generation, turn.now_s)
         for generation in turn.ledger.generations.values()
-        if generation.private and generation.key == key and generation.leases
+        if generation.private
+        and generation.pool == RAM
+        and generation.key == key
+        and generation.leases
     )
     if not own:
         return ArgumentRefused(f"there are no weights {key!r}", remedy="see `weight-cache status`")

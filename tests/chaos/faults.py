@@ -174,7 +174,8 @@ class Lots:
                         "memory",
                         CGROUP_FULL,
                         "",
-                        tolerated=frozenset({"BackingFailed"}),
+                        # Of the first loader or the next one the kernel may take both.
+                        tolerated=frozenset({"BackingFailed", "FillFailed"}),
                     )
                 ]
                 return [

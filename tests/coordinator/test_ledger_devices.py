@@ -51,6 +51,21 @@ def asked(world: World, session: int) -> list[tuple[str, str]]:
     return [(revoke.gen, revoke.asked) for revoke in world.messages(session, Revoke)]
 
 
+class TestRefusals:
+    def test_what_others_have_reserved_is_said(self):
+        world = with_device(100)
+        for session in (2, 3):
+            charge(world, session, 30, fixed=True)
+        charge(world, 1, 20, fixed=True)
+        refused = charge(world, 1, 60)
+        world.wait_until(400.0)
+        answer = world.answer(1, refused)
+        assert (
+            isinstance(answer, Fail)
+            and "80 B is what processes have reserved" in answer.cause.message
+        )
+
+
 class TestLimits:
     def test_a_device_has_what_the_largest_word_for_it_says(self):
         """Who attaches later finds less free on the device, as others are there by then."""

@@ -78,6 +78,7 @@ def handle(worker, key) -> gpu_worker.ModelHandle:
 def test_its_python_runs_as_it_stands(served, operator, device, x, monkeypatch):
     """From top to bottom, on a simulated device."""
     monkeypatch.setenv("WEIGHT_CACHE_SOCKET", served.socket)
+    monkeypatch.setenv("WEIGHT_CACHE_SIM_BYTES", "24GiB")
     eager = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", eager)
     names: dict[str, Any] = {
@@ -125,6 +126,8 @@ def test_its_command_runs(served, operator, device):
     line = written.strip().replace("UUID", f"sim-{device.partition(':')[2]}")
     program, *arguments = line.split()
     assert program == "weight-cache"
+    note = "; no process uses a device of this name so far"
+    assert told(served.socket, *arguments).endswith(f"0 B charged of 18.0 GiB{note}\n")
     assert told(served.socket, *arguments).endswith("0 B charged of 18.0 GiB\n")
 
 

@@ -72,6 +72,15 @@ class TestQueue:
         assert f"weight-cache:{generation}" not in segments_mapped_by(os.getpid())
         served.audit()
 
+    def test_what_was_dropped_is_idle_though_it_is_not_through(self, worker, key, source):
+        """Its handle is gone, and the keeper has not heard of that."""
+        handle = worker.load(key, skeleton=skeleton, source=source)
+        busy = KeptBusy(worker)
+        del handle
+        assert worker.evict(key)
+        busy.over.set()
+        worker.flush()
+
     def test_the_end_of_a_claim_in_it_keeps_no_worker_and_no_module(
         self, served, operator, key, source
     ):

@@ -385,6 +385,43 @@ class TestByHand:
         with pytest.raises(BudgetExceeded):
             worker.make_room("3MiB")
 
+    def test_no_budget_is_above_what_the_device_has(self, served, monkeypatch):
+        """Else nobody would be asked for room before the device itself refuses."""
+        monkeypatch.setenv("WEIGHT_CACHE_SIM_BYTES", "2.5MiB")
+        with gpu_worker.attach(served.socket, device=new_device(), vram_budget="20GiB") as worker:
+            for key in "abc":
+                with load(worker, key) as module:
+                    assert (module(torch.ones(1, SIDE)) == SIDE + 1.0).all()
+            assert keys(worker) == {"b", "c"}
+            with pytest.raises(BudgetExceeded):
+                worker.reserve("3MiB")
+
+    def test_what_all_have_reserved_is_said(self, served):
+        device = new_device()
+        one, other = (
+            gpu_worker.attach(served.socket, device=device, vram_budget="3MiB") for _ in range(2)
+        )
+        refused = pytest.raises(BudgetExceeded, match=r"2\.0 MiB is what its own process has")
+        with one.reserve("1MiB"), other.reserve("1MiB"), refused:
+            one.reserve("1.5MiB")
+        one.shutdown(), other.shutdown()
+
+    def test_what_is_there_in_part_is_said_once(self, served, caplog):
+        with gpu_worker.attach(served.socket, device=new_device(), vram_budget="1.5MiB") as worker:
+            handle = worker.load(
+                "halves",
+                skeleton=lambda: torch.nn.Sequential(skeleton(SIDE)(), skeleton(SIDE)()),
+                build=lambda: torch.nn.Sequential(matrix(SIDE)(), matrix(SIDE)()),
+            )
+            for _ in range(2):
+                with handle:
+                    pass
+                worker.offload("halves")
+        said = [
+            record.getMessage() for record in caplog.records if "in part" in record.getMessage()
+        ]
+        assert len(said) == 1 and "'halves' is on sim:" in said[0]
+
     def test_working_memory_is_kept_free_as_long_as_the_worker_is_there(self, served, operator):
         device = new_device()
         worker = gpu_worker.attach(
@@ -392,7 +429,7 @@ class TestByHand:
         )
         assert charged(operator, device) == MIB
         handle = load(worker, "a")
-        with pytest.raises(BudgetExceeded, match=r"room on the device for 1\.0 MiB"), handle:
+        with pytest.raises(BudgetExceeded, match=r"room on its device for 1\.0 MiB"), handle:
             pass
         with pytest.raises(BudgetExceeded, match=r"1\.0 MiB is what its own process"):
             worker.reserve("1.5MiB")
