@@ -231,13 +231,15 @@ class Hand:
         os.symlink(armed.text(), armed_path(host.folder))
         try:
             claim = claim_path(host.folder, fault.number)
-            self._provoke(point, claim)
+            provoked = self._provoke(point)
             pid = self._await_claim(claim)
         finally:
             os.unlink(armed_path(host.folder))
         if not pid:
             return
         fault.reached = True
+        if pid == provoked:
+            return  # it came there by itself, just before it was killed to have the next one come
         fault.victims = [pid]
         if fault.signal == "STOP":
             self._go_on(fault, pid)
@@ -246,14 +248,16 @@ class Hand:
         elif point.role == "coordinator":
             host.restarts["coordinator"] += 1
 
-    def _provoke(self, point: Failpoint, claim: str) -> None:
+    def _provoke(self, point: Failpoint) -> int:
+        """Have somebody come to a place; return who was killed for that, or 0."""
         match point.provoked_by:
             case "kill coordinator":
-                self._kill_member("coordinator")
+                return self._kill_member("coordinator")
             case "kill worker":
-                self._kill_member(f"worker {self._lots.randrange(self._host.workers)}")
+                return self._kill_member(f"worker {self._lots.randrange(self._host.workers)}")
             case "operate":
                 self._operate()
+        return 0
 
     def _operate(self) -> None:
         """Have something to be remembered. The coordinator may end of it."""
