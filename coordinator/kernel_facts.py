@@ -67,6 +67,8 @@ class Facts:
 
 
 _NAME = "/memfd:weight-cache:"
+WORDS = "words"
+"""What the coordinator calls what it has to remember; see `store`."""
 _MAP = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+) +/memfd:weight-cache:(\S+)", re.MULTILINE
 )
@@ -153,6 +155,8 @@ def _segments(coordinator: int, start: str) -> _Segments:
         if os.readlink(f"/proc/{coordinator}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             raise FileNotFoundError
         for inode, name, size_bytes in _segment_fds(coordinator):
+            if name == WORDS:
+                continue  # on its way to whoever stores it
             segments.gens[inode] = gen = GenerationId(name)
             segments.sizes[gen] = size_bytes
     except FileNotFoundError:

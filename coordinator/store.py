@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator import notify
+from coordinator.kernel_facts import WORDS
 from coordinator.ledger.events import Offer
 from coordinator.notify import ManagerGone, StoreLost
 from coordinator.segment_table import offer_of
@@ -82,7 +83,7 @@ class Store:
         if not notify.offered():
             return
         try:
-            fd = os.memfd_create("weight-cache:words", os.MFD_CLOEXEC)
+            fd = os.memfd_create(f"weight-cache:{WORDS}", os.MFD_CLOEXEC)
         except OSError as error:
             log.warning("pins and limits are not stored: %s", error.strerror)
             return

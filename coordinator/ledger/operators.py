@@ -230,10 +230,12 @@ def flush(turn: Turn, session: SessionId, rid: RequestId) -> None:
 
 
 def settle_flushes(turn: Turn) -> None:
-    """Answer the flushes whose generations are gone."""
-    waiting = []
+    """Answer the flushes whose generations are gone, or somebody's all the same."""
+    waiting, table = [], turn.ledger.generations
     for flushing in turn.ledger.flushes:
-        flushing.freeing = [gen for gen in flushing.freeing if gen in turn.ledger.generations]
+        flushing.freeing = [
+            gen for gen in flushing.freeing if gen in table and table[gen].state is State.FREEING
+        ]
         if flushing.freeing:
             waiting.append(flushing)
         else:

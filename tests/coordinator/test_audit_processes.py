@@ -146,6 +146,17 @@ def test_what_only_has_the_name_of_a_segment_is_none(served, holder):
         os.close(fd)
 
 
+def test_what_the_coordinator_has_to_remember_is_no_segment():
+    """It has that for a moment, on its way to whoever stores it."""
+    words = os.memfd_create("weight-cache:words")
+    segment = os.memfd_create(f"weight-cache:{'1' * 16}-00000001")
+    try:
+        assert set(collect(os.getpid(), "1" * 16).segments) == {f"{'1' * 16}-00000001"}
+    finally:
+        os.close(words)
+        os.close(segment)
+
+
 def test_a_process_that_was_given_the_fd_maps_without_a_lease_and_holds_it(served):
     """The test's own lease, too: it has one and maps nothing."""
     peer = Peer(served.socket)

@@ -14,6 +14,8 @@ from shm_store.wire import (
     Declare,
     Done,
     Fail,
+    Flush,
+    Flushed,
     Grant,
     HeldCharge,
     Invalidate,
@@ -270,7 +272,10 @@ class TestDeath:
         held = HeldCharge(gen, 9, GPU, "m", 60)
         world.attach(7)
         assert cannot_be(world.ledger, 7, (), (), (held,), ()) is None
+        world.say(2, Flush(waits := world.rid(2)))
+        assert not world.messages(2, Flushed)
         world.event(Resumed(7, "child", "sim:0", charges=(held,)))
+        assert world.messages(2, Flushed) == [Flushed(waits)], "it will not be free so soon"
         world.freed(gen)  # of before
         assert world.state(gen) is State.READY and world.leases(gen) == {7: 9}
         world.release(7, gen, 9)
