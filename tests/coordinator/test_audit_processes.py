@@ -151,7 +151,8 @@ def test_what_the_coordinator_has_to_remember_is_no_segment():
     words = os.memfd_create("weight-cache:words")
     segment = os.memfd_create(f"weight-cache:{'1' * 16}-00000001")
     try:
-        assert set(collect(os.getpid(), "1" * 16).segments) == {f"{'1' * 16}-00000001"}
+        found = collect(os.getpid(), "1" * 16).segments
+        assert f"{'1' * 16}-00000001" in found and "words" not in found
     finally:
         os.close(words)
         os.close(segment)
