@@ -152,6 +152,11 @@ class CudaDevice:
                 self._total_bytes = free_bytes + torch.cuda.memory_reserved(self.torch_device)
             return self._total_bytes
 
+    def capacity_bytes(self) -> int:
+        with self._using():
+            _, whole_bytes = torch.cuda.mem_get_info(self.torch_device)
+            return int(whole_bytes)
+
     def charged_bytes(self, size_bytes: int) -> int:
         return charged_bytes(size_bytes)
 

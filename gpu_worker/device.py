@@ -60,6 +60,9 @@ class Device(Protocol):
     def total_bytes(self) -> int:
         """Return what one may budget: what others did not use at this process's first call."""
 
+    def capacity_bytes(self) -> int:
+        """Return how much memory it has in all, whoever uses it."""
+
     def charged_bytes(self, size_bytes: int) -> int:
         """Return what a block of `size_bytes` really takes."""
 
@@ -97,6 +100,9 @@ class _Cpu:
         return torch.device("cpu")
 
     def total_bytes(self) -> int:
+        return 0
+
+    def capacity_bytes(self) -> int:
         return 0
 
     def charged_bytes(self, size_bytes: int) -> int:

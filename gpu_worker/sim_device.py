@@ -114,6 +114,9 @@ class SimDevice:
     def total_bytes(self) -> int:
         return self._size_bytes
 
+    def capacity_bytes(self) -> int:
+        return self._size_bytes
+
     def charged_bytes(self, size_bytes: int) -> int:
         return max(round_up(size_bytes, PAGE_BYTES), PAGE_BYTES)
 

@@ -111,10 +111,12 @@ class Worker:
         pool = self._device.pool
         if pool is None:
             return
-        limit_bytes = self._device.total_bytes()
-        if budget_bytes is not None:
+        if budget_bytes is None:
+            limit_bytes = self._device.total_bytes()
+        else:
             # What is not there cannot be budgeted: nobody would be asked for room before it fails.
-            limit_bytes = min(limit_bytes, budget_bytes)
+            # Of all that is there: others' models count in the pool, not against its limit.
+            limit_bytes = min(self._device.capacity_bytes(), budget_bytes)
         self._client.declare(pool, limit_bytes, budgeted=budget_bytes is not None)
         if working_bytes is not None:
             self._working_memory = Reservation(

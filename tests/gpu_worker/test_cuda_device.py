@@ -352,8 +352,10 @@ def test_the_index_that_is_there_is_used_and_no_other(noting):
 def test_what_others_use_at_first_is_not_to_be_budgeted(noting, monkeypatch):
     """What this process has in its own cache is. Later it is still that."""
     assert noting.device.total_bytes() == 7 * MIB
+    assert noting.device.capacity_bytes() == 20 * MIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 20 * MIB))
     assert noting.device.total_bytes() == 7 * MIB
+    assert noting.device.capacity_bytes() == 20 * MIB
 
 
 def test_copies_wait_for_the_allocating_stream_and_finish_waits_for_them(noting):

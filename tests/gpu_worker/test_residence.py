@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gpu_worker
+from gpu_worker.device import device_named
 from gpu_worker.load_lock import load_lock
 from gpu_worker.sim_device import Faults, tell
 from shm_store.errors import (
@@ -395,6 +396,15 @@ class TestByHand:
             assert keys(worker) == {"b", "c"}
             with pytest.raises(BudgetExceeded):
                 worker.reserve("3MiB")
+
+    def test_a_budget_is_not_cut_to_what_others_have_left(self, served, operator, monkeypatch):
+        """As a GPU says it: who attaches second finds the models of the first on it."""
+        device = new_device()
+        monkeypatch.setattr(device_named(device), "total_bytes", lambda: MIB)
+        with gpu_worker.attach(served.socket, device=device, vram_budget="3MiB"):
+            name = f"vram:sim-{device.partition(':')[2]}"
+            (pool,) = (one for one in operator.status().pools if one.name == name)
+            assert pool.limit_bytes == 3 * MIB
 
     def test_what_all_have_reserved_is_said(self, served):
         device = new_device()
