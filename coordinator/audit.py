@@ -20,7 +20,7 @@ from coordinator.kernel_facts import Facts, Use, collect
 from coordinator.operator import Operator
 from shm_store.keys import GenerationId, SessionId
 from shm_store.report import GenerationReport, LeaseReport, StatusReport
-from shm_store.wire import CopiedPages
+from shm_store.wire import RAM, CopiedPages
 
 LOOKS = 3
 """What all of them find is a difference. A look takes milliseconds, a grant or release less."""
@@ -202,7 +202,11 @@ def copied(books: StatusReport, facts: Facts) -> list[Finding]:
 
 
 def _has_segment(generation: GenerationReport) -> bool:
-    return generation.state != "open" and not generation.private
+    """Say whether the coordinator has an fd of it that the kernel says the name and size of."""
+    if generation.private or generation.state == "open":
+        return False
+    there = generation.pool.startswith(SIMULATED) and generation.state in ("ready", "retired")
+    return generation.pool == RAM or there
 
 
 def _under_way(generation: GenerationReport) -> Literal["reserved", "freeing", ""]:
@@ -279,6 +283,8 @@ def _blocks(books: StatusReport, facts: Facts) -> Iterator[Finding]:
         taken_bytes = facts.blocks.get(gen, 0)
         if generation.fixed or taken_bytes == generation.size_bytes or _under_way(generation):
             continue
+        if generation.state == "filling" and not taken_bytes:
+            continue  # its owner is about to allocate it
         yield Finding(
             "wrong_block",
             gen,

@@ -20,6 +20,7 @@ from coordinator.roster import RESTARTS, Policy, Rule
 from shm_store.errors import ArgumentRefused, BudgetExceeded, LoadTimeout, NoCoordinator, listed
 from shm_store.keys import parse_key, short_generation
 from shm_store.paths import SOCKET_VARIABLE, socket_path
+from shm_store.wire import RAM
 
 if TYPE_CHECKING:
     from coordinator.operator import Operator
@@ -44,7 +45,6 @@ DRAIN_TIMEOUT_S = 60.0
 INVALIDATE_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
 
-RAM = "ram"
 """The pool of what is loaded from files."""
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
+import stat
 import subprocess
 
+from shm_store.errors import SegmentRefused
 from shm_store.keys import GenerationId
-from shm_store.memfds import has_block
+from shm_store.memfds import PREFIX, has_block, memfd_name
+from shm_store.segment import freeze, is_sealed
 
 log = logging.getLogger("coordinator")
 
@@ -24,6 +28,38 @@ PATIENCE_S = 30.0
 
 QUERY = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 10.0
+
+
+def freeze_memory(fd: int, pool: str, gen: GenerationId) -> None:
+    """Have nobody change memory of a simulated device any more. Blocks, as `segment.freeze`.
+
+    Of a GPU's only its driver can say who may: readers map it read-only.
+    """
+    if pool.startswith(SIMULATED) and memfd_name(fd) is not None:
+        freeze(fd, f"generation {gen} on {pool}")
+
+
+def require_memory(fd: int, pool: str, gen: GenerationId, size_bytes: int) -> None:
+    """Hold an fd that is to be memory of a device against what is charged for it.
+
+    What the fd of a GPU's driver is, only those know who import it.
+
+    Raises:
+        SegmentRefused: it is of no device, or another one, of another generation or size; or
+            somebody could still write to it.
+    """
+    if not pool.startswith(SIMULATED):
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SegmentRefused(f"a file is no memory of {pool}")
+        return
+    name = f"{PREFIX}sim:{pool.removeprefix(SIMULATED)}:{gen}"
+    if memfd_name(fd) != name:
+        raise SegmentRefused(f"it is {memfd_name(fd) or 'no memfd'}, and not {name}")
+    if not is_sealed(fd):
+        raise SegmentRefused(f"memory of {gen} on {pool} can still be written to")
+    taken_bytes = os.fstat(fd).st_blocks * 512
+    if not taken_bytes == os.fstat(fd).st_size == size_bytes:
+        raise SegmentRefused(f"it takes {taken_bytes} bytes of {pool}, charged were {size_bytes}")
 
 
 async def given_back(device: str, gen: GenerationId, pid: int) -> None:

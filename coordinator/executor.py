@@ -17,7 +17,7 @@ from typing import Protocol, assert_never
 
 from coordinator import backing, loader
 from coordinator.connection import Connection
-from coordinator.device_memory import given_back
+from coordinator.device_memory import freeze_memory, given_back, require_memory
 from coordinator.fd_limit import FOR_SOURCES, REMEDY, described, out_of_fds, require_free
 from coordinator.ledger.events import (
     Back,
@@ -47,11 +47,11 @@ from coordinator.segment_table import SegmentTable, seal
 from coordinator.store import Store, Words
 from shm_store import channel
 from shm_store.channel import Channel
-from shm_store.errors import ProtocolViolation, WeightCacheError
+from shm_store.errors import ProtocolViolation, SegmentRefused, WeightCacheError
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.manifest import Preamble
 from shm_store.segment import fix_size
-from shm_store.wire import Fetch, Reserve, ToSession, decode, loader_decoder
+from shm_store.wire import RAM, Fetch, Reserve, ToSession, decode, loader_decoder
 
 log = logging.getLogger("coordinator")
 
@@ -92,7 +92,7 @@ class Executor:
         """What a loader has still to be given, kept though the request that brought it may end."""
         self._starts = Places(loop)
         self._backings = Places(loop)
-        self._devices: set[asyncio.Future[None]] = set()
+        self._devices: dict[GenerationId, asyncio.Future[None]] = {}
         """Waits for devices to have memory back. Nothing is lost with them."""
         self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
@@ -109,6 +109,8 @@ class Executor:
                     link.send(message, message.gen)
             case StartLoader():
                 self._start_loader(effect)
+            case Back(gen, pool=pool) if pool != RAM:
+                self._feed(Backed(gen))
             case Back(gen):
                 self._backings.enter(gen, None, partial(self._start_backing, effect))
             case Seal():
@@ -117,10 +119,10 @@ class Executor:
                 self._backings.leave(gen)
                 self._started(gen)
                 self._start(gen, self._free(effect, dict(self._jobs.get(gen, {}))))
-            case Keep(gen):
+            case Keep(gen, about):
                 fd = self.segments.fd(gen)
                 if fd is not None:
-                    self.store.keep_segment(gen, fd)
+                    self.store.keep_segment(gen, fd, about)
             case Unkeep(gen):
                 self.store.forget_segment(gen)
             case Remember(pins, limits_bytes, draining):
@@ -136,7 +138,7 @@ class Executor:
         """End every child, wait for what is under way, and close every segment."""
         self._starts.close()
         self._backings.close()
-        for waiting in list(self._devices):
+        for waiting in list(self._devices.values()):
             waiting.cancel()
         while jobs := {task: child for work in self._jobs.values() for task, child in work.items()}:
             await _end(jobs)
@@ -266,28 +268,41 @@ class Executor:
         self._feed(Backed(gen))
 
     async def _seal(self, effect: Seal) -> None:
-        fd = self.segments.fd(effect.gen)
-        assert fd is not None
-        preamble = Preamble(effect.gen, effect.key, effect.fingerprint)
+        gen = effect.gen
+        fd = self.segments.fd(gen)
         try:
-            await self._loop.run_in_executor(None, seal, fd, preamble)
+            if fd is None:
+                raise SegmentRefused("no memory came with its COMMIT")
+            if effect.pool != RAM:
+                await self._loop.run_in_executor(None, freeze_memory, fd, effect.pool, gen)
+                require_memory(fd, effect.pool, gen, effect.size_bytes)
+            else:
+                preamble = Preamble(gen, effect.key, effect.fingerprint)
+                await self._loop.run_in_executor(None, seal, fd, preamble)
         except (WeightCacheError, OSError) as error:
-            self._feed(SealRefused(effect.gen, str(error)))
+            if effect.pool != RAM and fd is not None:
+                # Not what its owner has there: that is his to free. Another may come.
+                self.segments.take(gen)
+                os.close(fd)
+            self._feed(SealRefused(gen, str(error)))
         else:
             self._feed(Sealed(effect.gen))
 
     async def _free(self, effect: Free, jobs: dict[asyncio.Task[None], Child | None]) -> None:
         """End what still works on the segment, then give it back. Closing gigabytes takes long."""
         gen = effect.gen
+        earlier = self._devices.pop(gen, None)
+        if earlier is not None:
+            earlier.cancel()  # it was somebody's again since, and we have an fd of it, too
         await _end(jobs)
-        if effect.device is not None:
-            waiting = asyncio.ensure_future(given_back(effect.device, gen, effect.pid))
-            self._devices.add(waiting)
-            waiting.add_done_callback(self._devices.discard)
-            await waiting
         fd = self.segments.take(gen)
         if fd is not None:
             await self._loop.run_in_executor(None, os.close, fd)
+        if effect.device is not None:
+            waiting = asyncio.ensure_future(given_back(effect.device, gen, effect.pid))
+            self._devices[gen] = waiting
+            await waiting
+            self._devices.pop(gen, None)
         self._feed(Freed(gen))
 
 

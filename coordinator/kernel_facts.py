@@ -69,6 +69,8 @@ class Facts:
 _NAME = "/memfd:weight-cache:"
 WORDS = "words"
 """What the coordinator calls what it has to remember; see `store`."""
+ABOUT = "about"
+"""What it calls what it says of memory on a device; see there."""
 _MAP = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+) +/memfd:weight-cache:(\S+)", re.MULTILINE
 )
@@ -155,9 +157,10 @@ def _segments(coordinator: int, start: str) -> _Segments:
         if os.readlink(f"/proc/{coordinator}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             raise FileNotFoundError
         for inode, name, size_bytes in _segment_fds(coordinator):
-            if name == WORDS:
+            if name in (WORDS, ABOUT):
                 continue  # on its way to whoever stores it
-            segments.gens[inode] = gen = GenerationId(name)
+            # On a simulated device the name says which first.
+            segments.gens[inode] = gen = GenerationId(name.rpartition(":")[2])
             segments.sizes[gen] = size_bytes
     except FileNotFoundError:
         raise PlatformUnsupported(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from coordinator.ledger.lifecycle import names_device
 from shm_store.errors import ArgumentRefused
 from shm_store.sizes import parse_size
+from shm_store.wire import RAM
 
 FILE_LIMIT_BYTES = 64 * 1024
 
-RAM = "ram"
 """The pool that every coordinator has. The others are devices'."""
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-from coordinator.limits import RAM
 from shm_store import channel
 from shm_store.channel import Channel
 from shm_store.errors import (
@@ -26,6 +25,7 @@ from shm_store.errors import (
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
 from shm_store.report import GenerationReport, StatusReport
 from shm_store.wire import (
+    RAM,
     VERSION,
     Acquire,
     AnyMessage,

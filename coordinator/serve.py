@@ -17,12 +17,12 @@ from collections.abc import Callable
 from coordinator import notify
 from coordinator.config import Config
 from coordinator.fd_limit import raise_fd_limit
-from coordinator.limits import RAM
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.server import Server
 from shm_store import channel
 from shm_store.errors import ArgumentRefused, CoordinatorRunning
 from shm_store.report import size_text
+from shm_store.wire import RAM
 
 log = logging.getLogger("coordinator")
 

@@ -19,6 +19,7 @@ from coordinator.connection import Connection
 from coordinator.executor import Executor
 from coordinator.fd_limit import (
     FOR_CONNECTIONS,
+    FOR_SEGMENTS,
     FOR_SOURCES,
     exhausted,
     out_of_fds,
@@ -35,7 +36,7 @@ from coordinator.ledger.events import (
     SessionEnded,
     TimePassed,
 )
-from coordinator.ledger.state import State
+from coordinator.ledger.state import Request, State
 from coordinator.program import UNKNOWN, program
 from coordinator.statement import Statement
 from coordinator.store import Found, pid_of
@@ -51,10 +52,12 @@ from shm_store.errors import (
 )
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.wire import (
+    RAM,
     VERSION,
     Acquire,
     Bye,
     Cause,
+    Commit,
     Fail,
     FromSession,
     Grant,
@@ -376,7 +379,7 @@ class Server:
             ProtocolViolation: it states what no session can have.
         """
         for generation in self.ledger.generations.values():
-            freeing = generation.state is State.FREEING and not generation.private
+            freeing = generation.state is State.FREEING and generation.pool == RAM
             if freeing and generation.id in statement.gens:
                 raise ResourceError(f"generation {generation.id} is just being freed")
         statement.check(self.ledger, self._tokens.get(statement.resume.token))
@@ -421,7 +424,9 @@ class Server:
         return session
 
     def _said(self, session: SessionId, message: FromSession, fds: list[int]) -> None:
-        """Pass a message on. An ACQUIRE with a source brings one fd; nothing else may."""
+        """Pass a message on. An ACQUIRE with a source brings one fd, and a COMMIT of a device's."""
+        if isinstance(message, Commit) and fds:
+            self._deposit(session, message.gen, fds)
         expected = isinstance(message, Acquire) and message.source is not None
         if len(fds) != expected:
             raise ProtocolViolation(f"{len(fds)} fds came with {type(message).__name__}")
@@ -441,6 +446,23 @@ class Server:
         self.feed(Said(session, message, fingerprint))
         if request not in self.ledger.requests:
             self._close_source(*request)
+
+    def _deposit(self, session: SessionId, gen: GenerationId, fds: list[int]) -> None:
+        """Keep the memory that comes with a COMMIT, the first time. Without an fd it is refused.
+
+        Raises:
+            ProtocolViolation: this is not how that is filled.
+        """
+        filled = self.ledger.running.get(gen)
+        if len(fds) > 1 or (filled is not None and filled.pool == RAM):
+            raise ProtocolViolation(f"{len(fds)} fds came with the COMMIT of {gen}")
+        owner = None if filled is None else filled.owner
+        owned = isinstance(owner, Request) and owner.session == session
+        segments = self._executor.segments
+        if owned and segments.fd(gen) is None and not reserved(fds[0], FOR_SEGMENTS):
+            segments.adopt(gen, fds.pop())
+        channel.close_all(fds)
+        fds.clear()
 
     def _process_ended(self, session: SessionId) -> None:
         """A pidfd is readable. The process's last words come first, then its end, once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from coordinator.device_memory import require_memory
 from coordinator.fd_limit import FOR_SEGMENTS, exhausted, reserved
 from coordinator.ledger.events import Offer, Resumed
 from coordinator.ledger.recovery import cannot_be
@@ -18,9 +19,9 @@ from coordinator.segment_table import SegmentTable, offer_of
 from shm_store import segment
 from shm_store.channel import close_all
 from shm_store.errors import ProtocolViolation, SegmentRefused
-from shm_store.keys import GenerationId, LeaseId, SessionId, parse_key
+from shm_store.keys import GenerationId, LeaseId, SessionId, parse_key, version_fingerprint
 from shm_store.layout import PAGE_BYTES
-from shm_store.wire import Declare, Held, HeldCharge, HeldFill, HeldMap, Resume
+from shm_store.wire import Declare, Held, HeldCharge, HeldFill, HeldMap, HeldOnDevice, Resume
 
 HELD_LIMIT = 1 << 16
 
@@ -58,7 +59,7 @@ class Statement:
             KeyRefused: it has no key, but something else.
             FdsExhausted: there is no fd for it.
         """
-        if len(fds) > isinstance(held, HeldMap | HeldFill):
+        if len(fds) > isinstance(held, HeldMap | HeldFill | HeldOnDevice):
             raise ProtocolViolation(f"{len(fds)} fds came with {type(held).__name__}")
         if isinstance(held, Declare):
             self._devices.append(held)
@@ -69,6 +70,9 @@ class Statement:
         match held:
             case HeldMap(gen, lease, stale):
                 self._maps.append(replace(self._sealed(gen, lease, fds), stale=stale))
+            case HeldOnDevice():
+                parse_key(held.key)
+                self._maps.append(self._on_device(held, fds))
             case HeldFill(gen, rid, key) if fds and not segment.is_sealed(fds[0]):
                 parse_key(key)
                 self._fills.append(self._unsealed(held, fds))
@@ -121,6 +125,23 @@ class Statement:
             raise SegmentRefused(f"a segment offered as {gen} says that it is {offer.gen}")
         self._keep(gen, fd, fds)
         return offer
+
+    def _on_device(self, held: HeldOnDevice, fds: list[int]) -> Offer:
+        fd = self._known(held.gen, fds)
+        try:
+            require_memory(fd, held.pool, held.gen, held.size_bytes)
+        except OSError as error:
+            raise SegmentRefused(f"what is offered as {held.gen}: {error.strerror}") from error
+        self._keep(held.gen, fd, fds)
+        return Offer(
+            held.gen,
+            held.lease,
+            held.key,
+            version_fingerprint(held.copy_of),
+            held.size_bytes,
+            stale=held.stale,
+            pool=held.pool,
+        )
 
     def _unsealed(self, held: HeldFill, fds: list[int]) -> Offer:
         fd = self._known(held.gen, fds)

@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator import notify
-from coordinator.kernel_facts import WORDS
+from coordinator.device_memory import require_memory
+from coordinator.kernel_facts import ABOUT, WORDS
 from coordinator.ledger.events import Offer
 from coordinator.notify import ManagerGone, StoreLost
 from coordinator.segment_table import offer_of
 from shm_store import segment
 from shm_store.channel import close_all
 from shm_store.errors import SegmentRefused, WeightCacheError
-from shm_store.keys import GenerationId, Key, was_given
+from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, parse_key, was_given
 
 log = logging.getLogger("coordinator")
 
@@ -34,6 +35,15 @@ RETRY_S = 0.1
 """Between two attempts to tell a manager that does not read."""
 
 WORDS_LIMIT_BYTES = 1 << 26
+
+
+class About(msgspec.Struct, frozen=True):
+    """What memory on a device is, which says nothing itself. In a memfd behind it."""
+
+    pool: str
+    key: Key
+    fingerprint: Fingerprint
+    size_bytes: int
 
 
 class Words(msgspec.Struct, frozen=True):
@@ -63,34 +73,50 @@ class Store:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._unsaid: deque[tuple[str, int | None]] = deque()
+        self._unsaid: deque[tuple[str, tuple[int, ...]]] = deque()
         self._number = 0
+        self._on_device: set[GenerationId] = set()
+        """What is stored of devices. Stored again, it would have two memfds that say what it is."""
 
-    def keep_segment(self, gen: GenerationId, fd: int) -> None:
-        self._say(f"segment-{gen}", fd)
+    def keep_segment(self, gen: GenerationId, fd: int, about: Offer | None = None) -> None:
+        """Store a segment. On a device with what it is `about`: neither is of any use alone."""
+        if about is None:
+            self._say(f"segment-{gen}", fd)
+            return
+        if gen in self._on_device:
+            return
+        said = About(about.pool, about.key, about.fingerprint, about.size_bytes)
+        try:
+            words = _memfd(ABOUT, said)
+        except OSError as error:
+            log.warning("generation %s is not stored: %s", gen, error.strerror)
+            return
+        self._on_device.add(gen)
+        self._say(f"segment-{gen}", fd, words)
+        os.close(words)
 
     def forget_segment(self, gen: GenerationId) -> None:
-        self._say(f"segment-{gen}", None)
+        self._on_device.discard(gen)
+        self._say(f"segment-{gen}")
 
     def keep_session(self, token: str, pidfd: int) -> None:
         self._say(f"session-{token}", pidfd)
 
     def forget_session(self, token: str) -> None:
-        self._say(f"session-{token}", None)
+        self._say(f"session-{token}")
 
     def remember(self, words: Words) -> None:
         """Store words instead of those that were stored before."""
         if not notify.offered():
             return
         try:
-            fd = os.memfd_create(f"weight-cache:{WORDS}", os.MFD_CLOEXEC)
+            fd = _memfd(WORDS, words)
         except OSError as error:
             log.warning("pins and limits are not stored: %s", error.strerror)
             return
-        segment.write_at(fd, msgspec.msgpack.encode(words), 0)
         self._number += 1
         self._say(f"words-{self._number}", fd)
-        self._say(f"words-{self._number - 1}", None)
+        self._say(f"words-{self._number - 1}")
         os.close(fd)
 
     def recover(self, start_ns: int) -> Found | None:
@@ -106,9 +132,11 @@ class Store:
         numbers, read = [0], 0
         for name, fds in inherited.items():
             kind, _, what = name.partition("-")
-            kept = False
+            kept, once = False, 1
             if kind == "segment":
-                kept = self._recover_segment(found, GenerationId(what), fds[0], start_ns)
+                about = _read_about(fds[1]) if len(fds) > 1 else None
+                once += about is not None
+                kept = self._recover_segment(found, GenerationId(what), fds[0], about, start_ns)
             elif kind == "session":
                 kept = not _has_ended(fds[0])
                 if kept:
@@ -118,23 +146,30 @@ class Store:
                 if words is not None and int(what) > read:
                     found.words, read = words, int(what)
                 numbers.append(int(what))
-            if len(fds) > 1:
-                log.warning("%s was stored %d times: one is used", name, len(fds))
-            if kind != "words" and (not kept or len(fds) > 1):
-                self._say(name, None)
+            if len(fds) > once:
+                log.warning("%s was stored %d times: one is used", name, len(fds) // once)
+            if kind != "words" and (not kept or len(fds) > once):
+                self._say(name)
                 if kept:
-                    self._say(name, fds[0])
+                    self._say(name, *fds[:once])
             close_all(fds[kept:])
         self._number = max(numbers)
         if read < self._number:
             self.remember(found.words)  # the newest are none: it is for these to be found next
         for number in sorted(set(numbers) - {0, self._number}):
-            self._say(f"words-{number}", None)
+            self._say(f"words-{number}")
         return found
 
-    def _recover_segment(self, found: Found, gen: GenerationId, fd: int, start_ns: int) -> bool:
+    def _recover_segment(
+        self, found: Found, gen: GenerationId, fd: int, about: About | None, start_ns: int
+    ) -> bool:
         try:
-            offer = offer_of(fd)
+            if about is None:
+                offer = offer_of(fd)
+            else:
+                require_memory(fd, about.pool, gen, about.size_bytes)
+                facts = (parse_key(about.key), about.fingerprint, about.size_bytes)
+                offer = Offer(gen, LeaseId(0), *facts, pool=about.pool)
             if offer.gen != gen:
                 raise SegmentRefused(f"it says that it is {offer.gen}")
             if not was_given(gen, start_ns, 0):
@@ -143,18 +178,20 @@ class Store:
             log.warning("what was stored as generation %s is not used: %s", gen, error)
             return False
         found.segments[gen] = fd, offer
+        if about is not None:
+            self._on_device.add(gen)
         return True
 
-    def _say(self, name: str, fd: int | None) -> None:
-        """Store an fd, which stays the caller's, or remove a name."""
+    def _say(self, name: str, *fds: int) -> None:
+        """Store fds, which stay the caller's, or remove a name."""
         if not notify.offered():
             return
-        if fd is None and self._unsay(name):
+        if not fds and self._unsay(name):
             return
-        if self._unsaid or not self._tell(name, fd, first=True):
+        if self._unsaid or not self._tell(name, fds, first=True):
             if not self._unsaid:
                 self._loop.call_later(RETRY_S, self._tell_the_rest)
-            self._unsaid.append((name, None if fd is None else os.dup(fd)))
+            self._unsaid.append((name, tuple(map(os.dup, fds))))
 
     def _unsay(self, name: str) -> bool:
         """Take back that something is to be stored, if that was not told; say whether it was so.
@@ -162,23 +199,23 @@ class Store:
         Its fd would keep memory that is free by the books.
         """
         for waiting in self._unsaid:
-            if waiting[0] == name and waiting[1] is not None:
+            if waiting[0] == name and waiting[1]:
                 self._unsaid.remove(waiting)
-                os.close(waiting[1])
+                close_all(list(waiting[1]))
                 return True
         return False
 
-    def _tell(self, name: str, fd: int | None, *, first: bool = False) -> bool:
+    def _tell(self, name: str, fds: tuple[int, ...], *, first: bool = False) -> bool:
         """Return whether it could be told; if not, the log says so the first time.
 
         One that is gone has been killed, and this coordinator ends with it: whoever is left of the
         group has said so, in words for people.
         """
         try:
-            if fd is None:
+            if not fds:
                 notify.remove(name, 0.0)
             else:
-                notify.store(name, [fd], 0.0)
+                notify.store(name, fds, 0.0)
         except ManagerGone as error:
             log.debug("%s", error)
             return False
@@ -190,13 +227,27 @@ class Store:
 
     def _tell_the_rest(self) -> None:
         while self._unsaid:
-            name, fd = self._unsaid[0]
-            if not self._tell(name, fd):
+            name, fds = self._unsaid[0]
+            if not self._tell(name, fds):
                 self._loop.call_later(RETRY_S, self._tell_the_rest)
                 return
             self._unsaid.popleft()
-            if fd is not None:
-                os.close(fd)
+            close_all(list(fds))
+
+
+def _memfd(name: str, said: Words | About) -> int:
+    """Return a memfd that says this."""
+    fd = os.memfd_create(f"weight-cache:{name}", os.MFD_CLOEXEC)
+    segment.write_at(fd, msgspec.msgpack.encode(said), 0)
+    return fd
+
+
+def _read_about(fd: int) -> About | None:
+    """Return what memory on a device is; None if this does not say."""
+    try:
+        return msgspec.msgpack.decode(os.pread(fd, WORDS_LIMIT_BYTES, 0), type=About)
+    except (msgspec.DecodeError, OSError):
+        return None
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -36,7 +36,7 @@ from coordinator.coordinator_host import CoordinatorHost
 from coordinator.display import say, show_error
 from coordinator.fd_limit import raise_fd_limit
 from coordinator.group_file import GroupFile, GroupReport, MemberReport
-from coordinator.limits import RAM, read_limits
+from coordinator.limits import read_limits
 from coordinator.loop import Loop, wakeups
 from coordinator.memory import default_ram_budget_bytes
 from coordinator.output import Outlet, OutletText
@@ -53,6 +53,7 @@ from shm_store.errors import (
     listed,
 )
 from shm_store.report import size_text
+from shm_store.wire import RAM
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """What asks the group to end."""

@@ -50,6 +50,14 @@ def has_block(owner: str) -> bool:
     return owner in by_owner()
 
 
+def memfd_name(fd: int) -> str | None:
+    """Return what a memfd of this process was called when it was made; None if it is no memfd."""
+    target = os.readlink(f"/proc/self/fd/{fd}")
+    if not target.startswith("/memfd:"):
+        return None
+    return target.removeprefix("/memfd:").removesuffix(_DELETED)
+
+
 def _blocks(start: str, pid: int | None) -> dict[_Block, int]:
     """Return the size of every block of a device whose name begins with `start`."""
     start = f"/memfd:{PREFIX}{start}"

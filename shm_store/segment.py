@@ -95,22 +95,32 @@ def seal(fd: int, preamble: Preamble) -> None:
     page = encode_preamble(preamble)
     if not is_sealed(fd):
         _write_preamble(fd, page)
-        for attempt in range(SEAL_RETRIES):
-            try:
-                fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-                break
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise SegmentRefused(f"the segment cannot be sealed: {error}") from error
-                if attempt == SEAL_RETRIES - 1:
-                    raise SegmentRefused(
-                        f"generation {preamble.gen} of {preamble.key!r} cannot be sealed: its "
-                        "filler still has a writable map of it, or a page is pinned",
-                        remedy="unmap the segment before COMMIT",
-                    ) from error
-                time.sleep(SEAL_PAUSE_S)
+        freeze(fd, f"generation {preamble.gen} of {preamble.key!r}")
     if os.pread(fd, PREAMBLE_BYTES, 0) != page:
         raise SegmentRefused(f"the preamble of generation {preamble.gen} was overwritten")
+
+
+def freeze(fd: int, name: str) -> None:
+    """Have nobody ever change the bytes of a memfd any more, or its size. Blocks, as `seal`.
+
+    Raises:
+        SegmentRefused: a writable map, a shared map or a pinned page outlived the retries, or its
+            filler set seals of its own.
+    """
+    for attempt in range(SEAL_RETRIES):
+        try:
+            fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise SegmentRefused(f"{name} cannot be sealed: {error}") from error
+            if attempt == SEAL_RETRIES - 1:
+                raise SegmentRefused(
+                    f"{name} cannot be sealed: its filler still has a writable map of it, or a "
+                    "page is pinned",
+                    remedy="unmap the segment before COMMIT",
+                ) from error
+            time.sleep(SEAL_PAUSE_S)
 
 
 def _write_preamble(fd: int, page: bytes) -> None:

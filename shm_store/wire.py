@@ -34,6 +34,8 @@ VERSION = 1
 SIZE_LIMIT_BYTES = 1 << 50
 MODELS_LIMIT = 1024
 NO_GENERATION = GenerationId("")
+RAM = "ram"
+"""The pool of the host's memory. The others are devices'."""
 TIMEOUT_LIMIT_S = 1e9
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -97,9 +99,9 @@ class Resume(Message, frozen=True):
 
     `token` is chosen by a session for its whole life, and says which one comes back over another
     connection, to this coordinator or to one that was started since. Behind it come `held`
-    messages, one for everything that the session has: `HeldMap`, `HeldFill`, `HeldCharge`, and
-    `Declare` for its devices. What they do not name, it has no more. Requests that are open are
-    asked anew, with new ids.
+    messages, one for everything that the session has: `HeldMap`, `HeldOnDevice`, `HeldFill`,
+    `HeldCharge`, and `Declare` for its devices. What they do not name, it has no more. Requests
+    that are open are asked anew, with new ids.
 
     Fields may only be appended, and keep what they may hold, so that every version can read the
     version of any other.
@@ -121,6 +123,21 @@ class HeldMap(Message, frozen=True):
 
     gen: GenerationId
     lease: LeaseId
+    stale: bool = False
+
+
+class HeldOnDevice(Message, frozen=True):
+    """As `HeldMap`, of memory on a device, which travels with this, and does not say what it is.
+
+    `copy_of` is the generation whose bytes it has.
+    """
+
+    gen: GenerationId
+    lease: LeaseId
+    pool: Name
+    key: AnyKey
+    copy_of: GenerationId
+    size_bytes: SizeBytes
     stale: bool = False
 
 
@@ -168,6 +185,10 @@ class Acquire(Message, frozen=True):
     it yet. With `source=None` the asker itself can build the weights, of version `version`.
     `timeout_s` runs only while nothing progresses. A `prefetch` waits behind every load and takes
     nothing from anybody.
+
+    In the `pool` of a device it is for memory there that all its processes share: who gets the
+    ticket allocates it, and COMMITs it with an fd of it, which travels with every GRANT. `version`
+    is then the generation whose bytes it has.
     """
 
     rid: RequestId
@@ -176,6 +197,7 @@ class Acquire(Message, frozen=True):
     version: Version
     timeout_s: TimeoutS
     prefetch: bool = False
+    pool: Name = RAM
 
 
 class Charge(Message, frozen=True):
@@ -215,7 +237,10 @@ class Reserve(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """The owner has filled the segment and holds no writable map of it any more."""
+    """The owner has filled the segment and holds no writable map of it any more.
+
+    An fd travels with it if it is memory of a device.
+    """
 
     gen: GenerationId
 
@@ -428,7 +453,7 @@ class Fetch(Message, frozen=True):
     fingerprint: Fingerprint
 
 
-Held = HeldMap | HeldFill | HeldCharge | Declare
+Held = HeldMap | HeldOnDevice | HeldFill | HeldCharge | Declare
 FromWorker = (
     Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
 )

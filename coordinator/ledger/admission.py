@@ -13,7 +13,6 @@ from coordinator.ledger.eviction import doubtful, revocable, victims
 from coordinator.ledger.report import generation_report, silent_text
 from coordinator.ledger.state import (
     LOADER,
-    RAM,
     Generation,
     Ledger,
     Pool,
@@ -31,7 +30,7 @@ from shm_store.errors import (
 )
 from shm_store.keys import Fingerprint, Key, SessionId, parse_key, version_fingerprint
 from shm_store.report import size_text
-from shm_store.wire import Acquire, Cancel, Charge, Reserve, Ticket
+from shm_store.wire import RAM, Acquire, Cancel, Charge, Reserve, Ticket
 
 OPEN_REQUESTS_LIMIT = 512
 """Of one session. No honest worker comes near; without a bound one peer slows down all others."""
@@ -61,8 +60,14 @@ def acquire(turn: Turn, session: SessionId, message: Acquire, source: Fingerprin
         timeout_s=message.timeout_s,
         since_s=turn.now_s,
         prefetch=message.prefetch,
+        pool=message.pool,
     )
-    running = turn.ledger.filling(key)
+    current = turn.ledger.ready((RAM, key))
+    if message.pool != RAM and (current is None or current.id != message.version):
+        # A copy of what is not current any more: it serves this asker, who has not heard so yet.
+        seat(turn, request, doomed=True, deaths=0)
+        return
+    running = turn.ledger.filling(request.home)
     if running is not None and running.fingerprint != request.fingerprint:
         # Only an arriving request dooms. Were a re-seated one to do it too, two askers of different
         # versions would kill each other's loaders for ever.
@@ -83,6 +88,10 @@ def _checked(turn: Turn, session: SessionId, message: Acquire | Charge) -> Key |
             raise ResourceError(
                 f"this process has {limit} {what} already", remedy="wait for some of them"
             )
+        if message.pool not in turn.ledger.pools:
+            raise ArgumentRefused(f"there is no pool {message.pool!r}")
+        if isinstance(message, Acquire) and message.pool != RAM and message.source is not None:
+            raise ArgumentRefused("a loader fills memory of the host, and none of a device")
         return parse_key(message.key)
     except WeightCacheError as error:
         turn.refuse(session, message.rid, error)
@@ -92,20 +101,20 @@ def _checked(turn: Turn, session: SessionId, message: Acquire | Charge) -> Key |
 def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generation:
     """Give `request` its place: a lease at once, or a generation to wait for."""
     ledger = turn.ledger
-    ready = ledger.ready(request.key)
+    ready = ledger.ready(request.home)
     if ready is not None and ready.fingerprint == request.fingerprint:
         if _waits_for_room(turn, ready, request.session):
             turn.ask(request, ready)
         else:
             turn.grant(request, ready)
         return ready
-    running = ledger.filling(request.key)
+    running = ledger.filling(request.home)
     if running is not None and running.fingerprint == request.fingerprint:
         turn.ask(request, running)
         return running
     # One that is seated again beside a newer fill serves those who asked for it, and then retires.
     doomed = doomed or running is not None
-    generation = turn.open(request, doomed=doomed, deaths=deaths, pool=RAM)
+    generation = turn.open(request, doomed=doomed, deaths=deaths)
     turn.ask(request, generation)
     if ledger.awaited:
         generation.held = True
@@ -215,10 +224,6 @@ def charge(turn: Turn, session: SessionId, message: Charge) -> None:
     key = _checked(turn, session, message)
     if key is None:
         return
-    if message.pool not in turn.ledger.pools:
-        unknown = ArgumentRefused(f"there is no pool {message.pool!r}")
-        turn.refuse(session, message.rid, unknown)
-        return
     request = Request(
         session=session,
         rid=message.rid,
@@ -227,10 +232,9 @@ def charge(turn: Turn, session: SessionId, message: Charge) -> None:
         source=None,
         timeout_s=message.timeout_s,
         since_s=turn.now_s,
+        pool=message.pool,
     )
-    generation = turn.open(
-        request, pool=message.pool, private=True, fixed=message.fixed, copy_of=message.copy_of
-    )
+    generation = turn.open(request, private=True, fixed=message.fixed, copy_of=message.copy_of)
     turn.ask(request, generation)
     _queue(turn, generation, message.size_bytes)
 
@@ -326,7 +330,7 @@ def _take_in(turn: Turn, generation: Generation) -> None:
     turn.unqueue(generation)
     if not generation.private:
         turn.move(generation, State.RESERVED)
-        turn.do(Back(generation.id, generation.size_bytes))
+        turn.do(Back(generation.id, generation.size_bytes, generation.pool))
         return
     turn.move(generation, State.READY)
     for request in list(generation.askers.values()):

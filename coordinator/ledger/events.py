@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
-from shm_store.wire import Declare, FromLoader, FromSession, HeldCharge, Space, ToSession
+from shm_store.wire import RAM, Declare, FromLoader, FromSession, HeldCharge, Space, ToSession
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -35,6 +35,7 @@ class Offer:
         lease: of whoever states it; the request that is to be answered if it is being filled; 0 if
             it comes out of the store.
         stale: its holder has heard that it is retired.
+        pool: a device's if it is memory there, which says nothing itself.
     """
 
     gen: GenerationId
@@ -44,6 +45,11 @@ class Offer:
     size_bytes: int
     sealed: bool = True
     stale: bool = False
+    pool: str = RAM
+
+    @property
+    def home(self) -> tuple[str, Key]:
+        return self.pool, self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +217,14 @@ class StartLoader:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Create the segment of `gen` and give it real pages. Answer Backed or BackingRefused."""
+    """Create the segment of `gen` and give it real pages. Answer Backed or BackingRefused.
+
+    On a device its owner does that, and brings it with its COMMIT.
+    """
 
     gen: GenerationId
     size_bytes: int
+    pool: str = RAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +234,16 @@ class Seal:
     gen: GenerationId
     key: Key
     fingerprint: Fingerprint
+    pool: str = RAM
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
     """End the loader and the backing child of `gen`, if any; close its segment. Answer Freed.
 
-    With `device` it is memory there of process `pid`, which ended: answer once the device has it
-    back.
+    With `device` it is memory there: answer once the device has it back. Process `pid` has had it
+    last, and has ended; or 0.
     """
 
     gen: GenerationId
@@ -241,9 +253,13 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The segment of `gen` is READY: have it outlive this coordinator."""
+    """The segment of `gen` is READY: have it outlive this coordinator.
+
+    On a device it does not say itself what it is: `about` does.
+    """
 
     gen: GenerationId
+    about: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 
-from coordinator.ledger.state import RAM, Generation, Ledger, Pool, State
+from coordinator.ledger.state import Generation, Ledger, Pool, State
 from shm_store.keys import SessionId
+from shm_store.wire import RAM
 
 REVOKE_PATIENCE_S = 1.0
 """How long the bytes of a lease that was asked for count as coming. A process may be stopped."""

@@ -18,13 +18,15 @@ def violations(ledger: Ledger) -> list[str]:
 
 
 def _one_generation_per_key(ledger: Ledger) -> list[str]:
-    """Law 2: at most one READY, and at most one fill that will become READY."""
+    """Law 2: at most one READY, and at most one fill that will become READY, in each pool."""
     found = []
-    for key, siblings in ledger.by_key.items():
+    for (pool, key), siblings in ledger.by_home.items():
+        if any(g.home != (pool, key) for g in siblings):
+            found.append(f"{key!r} in {pool!r} has what is elsewhere")
         if sum(g.state is State.READY for g in siblings) > 1:
-            found.append(f"{key!r} has two READY generations")
+            found.append(f"{key!r} has two READY generations in {pool!r}")
         if sum(g.state in RUNNING and not g.doomed for g in siblings) > 1:
-            found.append(f"{key!r} has two fills that would become READY")
+            found.append(f"{key!r} has two fills that would become READY in {pool!r}")
     return found
 
 
@@ -101,7 +103,7 @@ def _requests(ledger: Ledger) -> list[str]:
                 found.append(f"request {request.id} is not where it says")
             if request.session not in ledger.sessions:
                 found.append(f"request {request.id} has no session")
-            if (request.key, request.fingerprint) != (generation.key, generation.fingerprint):
+            if (*request.home, request.fingerprint) != (*generation.home, generation.fingerprint):
                 found.append(f"request {request.id} waits for other weights than it asked for")
     if asked != len(ledger.requests):
         found.append(f"{len(ledger.requests)} open requests, {asked} attached")
@@ -132,9 +134,9 @@ def _indexes(ledger: Ledger) -> list[str]:
     running = [g.id for g in ledger.generations.values() if g.state in RUNNING]
     if sorted(running) != sorted(ledger.running):
         found.append("the index of running generations is off")
-    listed = [g.id for siblings in ledger.by_key.values() for g in siblings]
+    listed = [g.id for siblings in ledger.by_home.values() for g in siblings]
     if sorted(listed) != sorted(g.id for g in ledger.generations.values() if not g.private):
-        found.append("the index by key is off")
+        found.append("the index by pool and key is off")
     parked = [g.id for g in ledger.generations.values() if g.askers and g.state is State.READY]
     if sorted(parked) != sorted(ledger.parked):
         found.append("the index of those who wait for a ready generation is off")

@@ -7,6 +7,7 @@ from coordinator.ledger.events import Attached, BackingRefused, Forget, Seal, Se
 from coordinator.ledger.state import (
     LEASABLE,
     LOADER,
+    RUNNING,
     VRAM,
     Generation,
     Ledger,
@@ -17,8 +18,18 @@ from coordinator.ledger.state import (
 )
 from coordinator.ledger.turn import Turn
 from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
-from shm_store.keys import GenerationId, SessionId
-from shm_store.wire import Abort, Ack, Declare, Filling, Progress, Release, Space
+from shm_store.keys import GenerationId, Key, SessionId, version_fingerprint
+from shm_store.wire import (
+    NO_GENERATION,
+    RAM,
+    Abort,
+    Ack,
+    Declare,
+    Filling,
+    Progress,
+    Release,
+    Space,
+)
 
 POOLS_LIMIT = 64
 POOL_NAME_LIMIT = 200
@@ -56,19 +67,28 @@ def commit(turn: Turn, generation: Generation) -> None:
     """The owner is done: seal it. A repeated COMMIT changes nothing."""
     if generation.state is State.FILLING and not generation.sealing:
         generation.sealing = True
-        turn.do(Seal(generation.id, generation.key, generation.fingerprint))
+        turn.do(
+            Seal(
+                generation.id,
+                generation.key,
+                generation.fingerprint,
+                generation.pool,
+                generation.size_bytes,
+            )
+        )
 
 
 def sealed(turn: Turn, generation: Generation) -> None:
     """The bytes are canonical: everyone who asked gets a lease, doomed or not."""
-    previous = turn.ledger.ready(generation.key)
+    previous = turn.ledger.ready(generation.home)
     if generation.doomed:
         turn.move(generation, State.RETIRED)
     else:
         turn.move(generation, State.READY)
         if previous is not None:
             retire(turn, previous)
-        turn.retire_copies(generation.key, but=generation.id)
+        if generation.pool == RAM:
+            retire_copies(turn, generation.key, but=generation.id)
     generation.filled_bytes = generation.size_bytes
     generation.idle_s = turn.now_s
     for request in list(generation.askers.values()):
@@ -151,8 +171,14 @@ def _owner_died(turn: Turn, generation: Generation, reason: str) -> None:
 def retire(turn: Turn, generation: Generation) -> None:
     """Never handed out again, still counted while leased, and its holders are told.
 
-    Those who wait for it get it: they asked before.
+    Those who wait for it get it: they asked before. What is on devices of it goes the same way.
     """
+    if generation.pool == RAM:
+        ready = turn.ledger.ready(generation.home)
+        if ready is None or ready is generation:
+            retire_copies(turn, generation.key)
+        else:
+            retire_copies(turn, generation.key, but=ready.id)
     for request in list(generation.askers.values()):
         turn.grant(request, generation)
     if not generation.leases and not turn.ledger.awaited:
@@ -161,6 +187,28 @@ def retire(turn: Turn, generation: Generation) -> None:
     turn.move(generation, State.RETIRED)
     for session in list(generation.leases):
         turn.revoke(session, generation, "stale")
+
+
+def retire_copies(turn: Turn, key: Key, but: GenerationId = NO_GENERATION) -> list[Generation]:
+    """Retire what is on devices of `key`, but for copies of one generation of the host.
+
+    Returns:
+        Those that somebody has still to hear of.
+    """
+    ledger = turn.ledger
+    copies = [copy for copy in ledger.copies(key) if copy.copy_of != but]
+    for copy in copies:
+        for session in copy.leases:
+            turn.revoke(session, copy, "stale")
+    current = version_fingerprint(but)
+    shared = [g for g in ledger.of_key(key) if g.pool != RAM and g.fingerprint != current]
+    for generation in shared:
+        if generation.state is State.READY:
+            retire(turn, generation)
+        elif generation.state in RUNNING:
+            generation.doomed = True
+            admission.settle_unasked(turn, generation)
+    return copies + [g for g in shared if g.doomed or g.state is State.RETIRED]
 
 
 def ack(turn: Turn, session: SessionId, message: Ack) -> None:
@@ -267,11 +315,10 @@ def ended(turn: Turn, session: Session) -> None:
     _drop_waiting(turn, session)
     for gen in list(session.leases):
         turn.end_lease(session.id, turn.ledger.generations[gen], died=True)
-    owned = turn.ledger.owned_by(session.id)
-    _forget(turn, session)
-    for generation in owned:
+    for generation in turn.ledger.owned_by(session.id):
         if not generation.sealing:
             _owner_died(turn, generation, f"process {session.pid} was lost while it filled it")
+    _forget(turn, session)
 
 
 def _drop_waiting(turn: Turn, session: Session) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 
 from coordinator.ledger import admission, lifecycle
-from coordinator.ledger.events import Exit, Remember
+from coordinator.ledger.events import Exit
 from coordinator.ledger.eviction import retained
 from coordinator.ledger.report import generation_report, silent_text
 from coordinator.ledger.state import (
     LOADER,
     OTHERS,
-    RAM,
     Draining,
     Flushing,
     Invalidating,
@@ -30,7 +29,7 @@ from shm_store.errors import (
 )
 from shm_store.errors import Draining as DrainingError
 from shm_store.keys import GenerationId, Key, RequestId, SessionId, parse_key
-from shm_store.wire import Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
+from shm_store.wire import RAM, Copied, Done, Drain, Evict, Flushed, Invalidate, Limit
 
 PINS_LIMIT = 4096
 INVALIDATIONS_LIMIT = 64
@@ -49,24 +48,15 @@ def pin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
         turn.refuse(session, rid, full)
         return
     turn.ledger.pins[key] = None
-    _remember(turn)
+    turn.remember()
     turn.send(session, Done(rid, (key,)))
-
-
-def _remember(turn: Turn) -> None:
-    """Have what operators have set outlive this coordinator, before it is answered."""
-    ledger = turn.ledger
-    limits_bytes = {
-        name: pool.limit_bytes for name, pool in ledger.pools.items() if pool.said_by == "operator"
-    }
-    turn.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
 
 
 def unpin(turn: Turn, session: SessionId, rid: RequestId, key: Key) -> None:
     """Take a pin back; one that is not there is already gone."""
     was_pinned = key in turn.ledger.pins
     turn.ledger.pins.pop(key, None)
-    _remember(turn)
+    turn.remember()
     turn.send(session, Done(rid, (key,) if was_pinned else ()))
 
 
@@ -84,7 +74,7 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
         idle = [generation for name in ledger.pools for generation in retained(ledger, name)]
     else:
         key = message.key
-        known = [g for g in ledger.by_key.get(key, ()) if g.state is not State.FREEING]
+        known = [g for g in ledger.of_key(key) if g.state is not State.FREEING]
         idle = [generation for generation in known if generation.retained]
         if not known:
             turn.refuse(session, message.rid, _nothing_shared(turn, key))
@@ -107,7 +97,8 @@ def evict(turn: Turn, session: SessionId, message: Evict) -> None:
             return
     for generation in idle:
         admission.let_go(turn, generation)
-    turn.send(session, Done(message.rid, tuple(generation.key for generation in idle)))
+    keys = dict.fromkeys(generation.key for generation in idle)
+    turn.send(session, Done(message.rid, tuple(keys)))
 
 
 def _nothing_shared(turn: Turn, key: Key) -> ArgumentRefused | InUse:
@@ -149,16 +140,17 @@ def invalidate(turn: Turn, session: SessionId, message: Invalidate) -> None:
         )
         turn.refuse(session, message.rid, flood)
         return
-    running = ledger.filling(key)
+    running = ledger.filling((RAM, key))
     if running is not None:
         running.doomed = True
         admission.settle_unasked(turn, running)
-    ready = ledger.ready(key)
+    ready = ledger.ready((RAM, key))
     if ready is not None:
         lifecycle.retire(turn, ready)
-    retired = [g.id for g in ledger.by_key.get(key, ()) if g.doomed or g.state is State.RETIRED]
-    copies = turn.retire_copies(key)
-    retired += copies
+    siblings = ledger.by_home.get((RAM, key), ())
+    retired = [g.id for g in siblings if g.doomed or g.state is State.RETIRED]
+    copies = lifecycle.retire_copies(turn, key)
+    retired += [copy.id for copy in copies]
     known = running is not None or ready is not None or bool(copies)
     deadline_s = turn.now_s + message.timeout_s
     ledger.invalidations.append(Invalidating(session, message.rid, key, known, retired, deadline_s))
@@ -205,7 +197,7 @@ def limit(turn: Turn, session: SessionId, message: Limit) -> None:
         turn.refuse(session, message.rid, unknown)
         return
     pool.limit_bytes, pool.said_by = message.limit_bytes, "operator"
-    _remember(turn)
+    turn.remember()
     turn.send(session, Done(message.rid))
 
 
@@ -250,7 +242,7 @@ def drain(turn: Turn, session: SessionId, message: Drain) -> None:
     if ledger.draining:
         return
     ledger.draining = True
-    _remember(turn)
+    turn.remember()
     for generation in list(ledger.parked.values()):
         for request in list(generation.askers.values()):
             turn.fail(request, _draining())

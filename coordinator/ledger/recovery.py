@@ -27,8 +27,14 @@ from coordinator.ledger.state import (
     State,
 )
 from coordinator.ledger.turn import Turn
-from shm_store.keys import Fingerprint, RequestId, SessionId, was_given
-from shm_store.wire import Declare, HeldCharge
+from shm_store.keys import (
+    Fingerprint,
+    RequestId,
+    SessionId,
+    version_fingerprint,
+    was_given,
+)
+from shm_store.wire import RAM, Declare, HeldCharge
 
 
 def recovered(turn: Turn, event: Recovered) -> None:
@@ -47,10 +53,18 @@ def recovered(turn: Turn, event: Recovered) -> None:
     if event.others:
         ledger.awaited[OTHERS] = None
     ledger.awaited_until_s = turn.now_s + event.patience_s
+    for offer in event.segments:
+        there = lifecycle.make_pool(ledger, offer.pool, 0)
+        if there is not None and there.said_by == "sessions":
+            there.limit_bytes += offer.size_bytes  # until somebody says what the device has
     # Of two of one key the newer was about to retire the other.
     for offer in sorted(event.segments, key=lambda offer: offer.gen, reverse=True):
-        known = ledger.ready(offer.key)
+        known = ledger.ready(offer.home)
         turn.adopt(offer, State.READY if known is None else State.RETIRED)
+    for offer in event.segments:
+        ready = ledger.ready((RAM, offer.key))
+        if ready is not None:
+            lifecycle.retire_copies(turn, offer.key, but=ready.id)
     _end_if_complete(turn)
 
 
@@ -82,6 +96,10 @@ def cannot_be(
         known = table.get(stated.gen)
         if known is not None and known.key != stated.key:
             return f"{stated.gen} is of another key than {stated.key!r}"
+        if known is not None and known.pool != stated.pool:
+            return f"{stated.gen} is in {known.pool!r}, and not in {stated.pool!r}"
+        if stated.pool not in ledger.pools and stated.pool not in new:
+            return f"there is no pool {stated.pool!r}"
         if known is not None and known.private == isinstance(stated, Offer):
             return f"{stated.gen} is {'' if known.private else 'no '}private memory"
     for offer in maps:
@@ -90,8 +108,6 @@ def cannot_be(
             return f"{offer.gen} has no bytes yet that could be mapped"
     for held in charges:
         known = table.get(held.gen)
-        if held.pool not in ledger.pools and held.pool not in new:
-            return f"there is no pool {held.pool!r}"
         if known is not None and known.state not in (*LEASABLE, State.FREEING):
             return f"{held.gen} was not granted yet"
     for offer in fills:
@@ -166,19 +182,29 @@ def _mapped(turn: Turn, session: SessionId, offer: Offer) -> None:
         generation = _adopt_sealed(turn, offer)
     elif generation.state is State.FILLING:
         lifecycle.sealed(turn, generation)  # nobody maps it before its COMMIT
+    elif generation.state is State.FREEING:
+        # On a device, which has not got it back: a child was forked, and comes late.
+        turn.move(generation, State.READY if _is_current(turn.ledger, offer) else State.RETIRED)
     turn.lease(session, offer.lease, generation)
     if offer.stale and generation.state is State.READY:
         lifecycle.retire(turn, generation)  # who stated it before had not heard
 
 
+def _is_current(ledger: Ledger, offer: Offer) -> bool:
+    """Say whether there is no other copy on that device, and what it is a copy of is READY."""
+    host = ledger.ready((RAM, offer.key))
+    copied = host is not None and offer.fingerprint == version_fingerprint(host.id)
+    return copied and not offer.stale and ledger.ready(offer.home) is None
+
+
 def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:
     generation = turn.ledger.generations.get(held.gen)
     if generation is None:
-        offer = Offer(held.gen, held.lease, held.key, Fingerprint(""), held.size_bytes)
+        none = Fingerprint("")
+        offer = Offer(held.gen, held.lease, held.key, none, held.size_bytes, pool=held.pool)
         generation = turn.adopt(
             offer,
             State.READY,
-            pool=held.pool,
             private=True,
             fixed=held.fixed,
             copy_of=held.copy_of,
@@ -186,7 +212,7 @@ def _charged(turn: Turn, session: SessionId, held: HeldCharge) -> None:
     elif generation.state is State.FREEING:
         turn.move(generation, State.READY)  # its parent ended before this child was attached
     turn.lease(session, held.lease, generation)
-    ready = turn.ledger.ready(held.key)
+    ready = turn.ledger.ready((RAM, held.key))
     if held.copy_of and ready is not None and ready.id != held.copy_of:
         turn.revoke(session, generation, "stale")  # newer weights came meanwhile
 
@@ -213,13 +239,15 @@ def _adopt_sealed(turn: Turn, offer: Offer) -> Generation:
     Where there was a store, it was not: it would be there. Else the newest of a key was.
     """
     ledger = turn.ledger
-    ready = ledger.ready(offer.key)
+    ready = ledger.ready(offer.home)
     known = OTHERS not in ledger.awaited or offer.stale or _invalidated(ledger, offer)
     if known or _filled(ledger, offer) or (ready is not None and ready.id > offer.gen):
         return turn.adopt(offer, State.RETIRED)
     generation = turn.adopt(offer, State.READY)
     if ready is not None:
         lifecycle.retire(turn, ready)
+    elif offer.pool == RAM:
+        lifecycle.retire_copies(turn, offer.key, but=offer.gen)
     _seat_held(turn, offer)
     return generation
 
@@ -227,7 +255,7 @@ def _adopt_sealed(turn: Turn, offer: Offer) -> Generation:
 def _adopt_fill(turn: Turn, offer: Offer) -> Generation:
     """Take in a fill. Of several of one key the newest goes on to be READY."""
     ledger = turn.ledger
-    ready, other = ledger.ready(offer.key), _filled(ledger, offer)
+    ready, other = ledger.ready(offer.home), _filled(ledger, offer)
     newer = [known for known in (ready, other) if known is not None and known.id > offer.gen]
     same = ready is not None and ready.fingerprint == offer.fingerprint
     doomed = bool(newer) or same or _invalidated(ledger, offer)
@@ -242,7 +270,7 @@ def _adopt_fill(turn: Turn, offer: Offer) -> Generation:
 
 def _filled(ledger: Ledger, offer: Offer) -> Generation | None:
     """Return the fill of the key that has begun, and will be READY."""
-    running = ledger.filling(offer.key)
+    running = ledger.filling(offer.home)
     return None if running is None or running.held else running
 
 
@@ -268,6 +296,6 @@ def _invalidated(ledger: Ledger, offer: Offer) -> bool:
 
 def _seat_held(turn: Turn, offer: Offer) -> None:
     """Those who waited whether somebody would offer it get it now."""
-    for generation in list(turn.ledger.by_key.get(offer.key, ())):
+    for generation in list(turn.ledger.by_home.get(offer.home, ())):
         if generation.held:
             admission.abandon(turn, generation, None, died=False)

@@ -1,6 +1,6 @@
 """What the ledger knows. Values and questions; nothing here changes anything.
 
-`Ledger.generations`, `sessions` and `requests` are the truth. `by_key`, `running` and a
+`Ledger.generations`, `sessions` and `requests` are the truth. `by_home`, `running` and a
 generation's `askers` are indexes over them, kept so that a hit costs the same with ten thousand
 keys; the invariants check that they say nothing else. `parked` are the READY ones that are to make
 room and have askers.
@@ -15,12 +15,13 @@ from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
 from shm_store.report import ModelReport
-from shm_store.wire import NO_GENERATION, Asked, Declare
-
-RAM = "ram"
-"""The pool of the host's memory. The others are devices', named VRAM and the device's uuid."""
+from shm_store.wire import NO_GENERATION, RAM, Asked, Declare
 
 VRAM = "vram:"
+"""What the pools of devices are named, before the device's uuid."""
+
+Home = tuple[str, Key]
+"""Where weights are one: a pool, and their key in it. On a device they are a copy of the host's."""
 
 
 class State(enum.Enum):
@@ -53,7 +54,10 @@ TRANSITIONS: dict[State, dict[State, str]] = {
         State.FREEING: "the same without a lease; room needed, evicted; a device's, holder ended",
     },
     State.RETIRED: {State.FREEING: "last lease ended"},
-    State.FREEING: {State.READY: "a device's, and a forked child states it"},
+    State.FREEING: {
+        State.READY: "a device's, and a forked child states it",
+        State.RETIRED: "the same, and there is a newer one by now",
+    },
 }
 """Every move there is, and what causes it. scripts/diagrams draws the docs from this."""
 
@@ -133,7 +137,12 @@ class Request:
     timeout_s: float
     since_s: float
     prefetch: bool = False
+    pool: str = RAM
     gen: GenerationId | None = None
+
+    @property
+    def home(self) -> Home:
+        return self.pool, self.key
 
     @property
     def id(self) -> tuple[SessionId, RequestId]:
@@ -142,9 +151,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One life of a key's weights.
+    """One life of a key's weights, on the host or on a device.
 
     Attributes:
+        fingerprint: what they are; on a device, of which generation they are the copy.
         private: a CHARGE: memory of one process, never matched by key, with no segment.
         fixed: nobody asks for it: its process keeps it until it wants it no more.
         copy_of: the generation whose bytes are in it, if it has any.
@@ -179,6 +189,10 @@ class Generation:
     idle_s: float = 0.0
     leases: dict[SessionId, Lease] = field(default_factory=dict)
     askers: dict[tuple[SessionId, RequestId], Request] = field(default_factory=dict)
+
+    @property
+    def home(self) -> Home:
+        return self.pool, self.key
 
     @property
     def charged_bytes(self) -> int:
@@ -307,7 +321,7 @@ class Ledger:
     generations: dict[GenerationId, Generation] = field(default_factory=dict)
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     requests: dict[tuple[SessionId, RequestId], Request] = field(default_factory=dict)
-    by_key: dict[Key, list[Generation]] = field(default_factory=dict)
+    by_home: dict[Home, list[Generation]] = field(default_factory=dict)
     running: dict[GenerationId, Generation] = field(default_factory=dict)
     pins: dict[Key, None] = field(default_factory=dict)
     parked: dict[GenerationId, Generation] = field(default_factory=dict)
@@ -319,19 +333,23 @@ class Ledger:
     """Sessions that may have what nobody leases; see `recovery`."""
     awaited_until_s: float | None = None
 
-    def ready(self, key: Key) -> Generation | None:
-        """Return the one READY generation of `key`."""
-        for generation in self.by_key.get(key, ()):
+    def ready(self, home: Home) -> Generation | None:
+        """Return the one READY generation there."""
+        for generation in self.by_home.get(home, ()):
             if generation.state is State.READY:
                 return generation
         return None
 
-    def filling(self, key: Key) -> Generation | None:
-        """Return the one running generation of `key` that still takes askers."""
-        for generation in self.by_key.get(key, ()):
+    def filling(self, home: Home) -> Generation | None:
+        """Return the one running generation there that still takes askers."""
+        for generation in self.by_home.get(home, ()):
             if generation.state in RUNNING and not generation.doomed:
                 return generation
         return None
+
+    def of_key(self, key: Key) -> list[Generation]:
+        """Return every generation of `key` that is not private, on the host and on devices."""
+        return [found for pool in self.pools for found in self.by_home.get((pool, key), ())]
 
     def in_pool(self, pool: str) -> Iterator[Generation]:
         """Return every charged generation of `pool`."""
@@ -342,9 +360,13 @@ class Ledger:
         )
 
     def pinned(self, generation: Generation) -> bool:
-        """Say whether no eviction may take `generation`: the READY weights of a pinned key."""
+        """Say whether no eviction may take `generation`: the READY weights of a pinned key.
+
+        On devices, where they come back from the host, nothing is pinned.
+        """
         return (
             generation.state is State.READY
+            and generation.pool == RAM
             and not generation.private
             and generation.key in self.pins
         )

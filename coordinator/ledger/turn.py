@@ -7,10 +7,9 @@ Every change of a generation's state goes through `move`, `free` or `remove`, ev
 
 from __future__ import annotations
 
-from coordinator.ledger.events import Effect, Free, Keep, Offer, Send, Unkeep
+from coordinator.ledger.events import Effect, Free, Keep, Offer, Remember, Send, Unkeep
 from coordinator.ledger.state import (
     LOADER,
-    RAM,
     RUNNING,
     TRANSITIONS,
     Generation,
@@ -20,8 +19,8 @@ from coordinator.ledger.state import (
     State,
 )
 from shm_store.errors import WeightCacheError
-from shm_store.keys import GenerationId, Key, LeaseId, RequestId, SessionId, generation_id
-from shm_store.wire import NO_GENERATION, Asked, Cause, Fail, Grant, Revoke, ToSession
+from shm_store.keys import GenerationId, LeaseId, RequestId, SessionId, generation_id
+from shm_store.wire import NO_GENERATION, RAM, Asked, Cause, Fail, Grant, Revoke, ToSession
 
 
 class Turn:
@@ -100,14 +99,6 @@ class Turn:
         lease.asked, lease.asked_s, lease.answer = asked, self.now_s, ""
         self.send(session, Revoke(generation.id, lease.id, asked))
 
-    def retire_copies(self, key: Key, but: GenerationId = NO_GENERATION) -> list[GenerationId]:
-        """Tell those who have a copy of `key` on a device that it is not current, but of one."""
-        copies = [copy for copy in self.ledger.copies(key) if copy.copy_of != but]
-        for copy in copies:
-            for session in copy.leases:
-                self.revoke(session, copy, "stale")
-        return [copy.id for copy in copies]
-
     def unask(self, generation: Generation, asked: tuple[Asked, ...]) -> None:
         """Take back what holders were asked and have answered. Of room they hear that.
 
@@ -142,7 +133,7 @@ class Turn:
         elif generation.private:
             self.remove(generation)
         elif generation.state is State.RETIRED:
-            self.settle_retired(generation)
+            self.settle_retired(generation, self.ledger.sessions[session].pid if died else 0)
 
     def lease(self, session: SessionId, lease: LeaseId, generation: Generation) -> None:
         """Count a lease that a session states. What was asked of it is asked again."""
@@ -161,7 +152,6 @@ class Turn:
         self,
         first: Request,
         *,
-        pool: str,
         doomed: bool = False,
         deaths: int = 0,
         private: bool = False,
@@ -175,7 +165,7 @@ class Turn:
             id=generation_id(ledger.start_ns, ledger.counter),
             key=first.key,
             fingerprint=first.fingerprint,
-            pool=pool,
+            pool=first.pool,
             owner=first if first.source is None else LOADER,
             private=private,
             fixed=fixed,
@@ -186,7 +176,7 @@ class Turn:
         )
         ledger.generations[generation.id] = generation
         if not private:
-            ledger.by_key.setdefault(generation.key, []).append(generation)
+            ledger.by_home.setdefault(generation.home, []).append(generation)
         ledger.running[generation.id] = generation
         return generation
 
@@ -195,7 +185,6 @@ class Turn:
         offer: Offer,
         state: State,
         *,
-        pool: str = RAM,
         private: bool = False,
         fixed: bool = False,
         copy_of: GenerationId = NO_GENERATION,
@@ -207,7 +196,7 @@ class Turn:
             id=offer.gen,
             key=offer.key,
             fingerprint=offer.fingerprint,
-            pool=pool,
+            pool=offer.pool,
             owner=None,
             private=private,
             fixed=fixed,
@@ -221,18 +210,18 @@ class Turn:
         )
         ledger.generations[generation.id] = generation
         if not private:
-            ledger.by_key.setdefault(generation.key, []).append(generation)
+            ledger.by_home.setdefault(generation.home, []).append(generation)
         if state in RUNNING:
             ledger.running[generation.id] = generation
         self._charge(generation, generation.size_bytes)
         if not private and state is not State.FILLING:
-            self.do((Keep if state is State.READY else Unkeep)(generation.id))
+            self._have_kept(generation)
         return generation
 
-    def settle_retired(self, generation: Generation) -> None:
+    def settle_retired(self, generation: Generation, pid: int = 0) -> None:
         """Free what is retired once nobody leases it, and nobody may turn out to have it."""
         if not generation.leases and not self.ledger.awaited:
-            self.free(generation)
+            self.free(generation, pid)
 
     def move(self, generation: Generation, state: State) -> None:
         """Change the state. Only moves in the table are allowed."""
@@ -242,17 +231,41 @@ class Turn:
             self._charge(generation, generation.size_bytes)
         before, generation.state = generation.state, state
         if not generation.private and State.READY in (before, state):
-            self.do((Keep if state is State.READY else Unkeep)(generation.id))
+            self._have_kept(generation)
         if state not in RUNNING:
             generation.owner = None
             generation.sealing = False
             self.ledger.running.pop(generation.id, None)
 
-    def free(self, generation: Generation) -> None:
+    def _have_kept(self, generation: Generation) -> None:
+        """Have a generation outlive this coordinator as long as it is READY."""
+        if generation.state is not State.READY:
+            self.do(Unkeep(generation.id))
+            return
+        about = None
+        if generation.pool != RAM:
+            facts = (generation.key, generation.fingerprint, generation.size_bytes)
+            about = Offer(generation.id, LeaseId(0), *facts, pool=generation.pool)
+        self.do(Keep(generation.id, about))
+
+    def remember(self) -> None:
+        """Have what operators have set outlive this coordinator, before it is answered."""
+        ledger = self.ledger
+        limits_bytes = {
+            name: pool.limit_bytes
+            for name, pool in ledger.pools.items()
+            if pool.said_by == "operator"
+        }
+        self.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
+
+    def free(self, generation: Generation, pid: int = 0) -> None:
         """Let go of a generation that nobody leases and nobody asks for.
 
         OPEN has no bytes and leaves at once, its loader with it. Everything else stays charged,
         as FREEING, until the executor reports it gone.
+
+        Args:
+            pid: who had it last, and has ended: a device takes its time to have that back.
         """
         assert not generation.leases and not generation.askers
         if generation.state is State.OPEN:
@@ -263,8 +276,12 @@ class Turn:
             self.unqueue(generation)
             self.remove(generation)
             return
+        owner_pid = self.ledger.owner_pid(generation)
         self.move(generation, State.FREEING)
-        self.do(Free(generation.id))
+        if generation.pool == RAM:
+            self.do(Free(generation.id))
+        else:
+            self.do(Free(generation.id, generation.pool, pid or owner_pid or 0))
 
     def remove(self, generation: Generation) -> None:
         """Take a generation off the table: FREED, private and ended, or never charged."""
@@ -275,10 +292,10 @@ class Turn:
         ledger.running.pop(generation.id, None)
         if generation.private:
             return
-        siblings = ledger.by_key[generation.key]
+        siblings = ledger.by_home[generation.home]
         siblings.remove(generation)
         if not siblings:
-            del ledger.by_key[generation.key]
+            del ledger.by_home[generation.home]
 
     def _charge(self, generation: Generation, size_bytes: int) -> None:
         self.ledger.pools[generation.pool].in_use_bytes += size_bytes

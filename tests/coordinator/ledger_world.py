@@ -27,10 +27,21 @@ from coordinator.ledger.events import (
     TimePassed,
 )
 from coordinator.ledger.invariants import violations
-from coordinator.ledger.state import RAM, Generation, State
+from coordinator.ledger.state import Generation, State
 from shm_store.keys import GenerationId
 from shm_store.report import PoolReport
-from shm_store.wire import Abort, Acquire, Cancel, Commit, Fail, Grant, Release, Reserve, Ticket
+from shm_store.wire import (
+    RAM,
+    Abort,
+    Acquire,
+    Cancel,
+    Commit,
+    Fail,
+    Grant,
+    Release,
+    Reserve,
+    Ticket,
+)
 
 
 class World:

@@ -45,7 +45,7 @@ from coordinator.ledger.events import (
 from coordinator.ledger.state import OTHERS, State
 from shm_store.errors import SourceChanged
 from shm_store.keys import GenerationId
-from shm_store.wire import Abort, Acquire, Cause, Commit, Filling, Invalidate, Reserve
+from shm_store.wire import RAM, Abort, Acquire, Cause, Commit, Filling, Invalidate, Reserve
 from tests.exploration.parts import FOREVER_S, Action, Violation, World
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Host:
             self.last_asked[message.key] = fingerprint or f"build:{message.version}"
         asked = self.workers[session].requests.get(getattr(message, "rid", 0))
         if isinstance(message, Invalidate) and asked is not None:
-            asked.retires = tuple(g.id for g in self.ledger.by_key.get(message.key, ()))
+            asked.retires = tuple(g.id for g in self.ledger.of_key(message.key))
         self.feed(Said(session, message, fingerprint))
 
     def do_pidfd(self, session: int) -> None:
@@ -146,7 +146,7 @@ class Host:
             Violation: it did what no event may do.
         """
         before = {name: pool.in_use_bytes for name, pool in self.ledger.pools.items()}
-        ready = {key: self.ledger.ready(key) for key in self.world.sizes}
+        ready = {key: self.ledger.ready((RAM, key)) for key in self.world.sizes}
         wanted = [
             generation for generation in self.ledger.running.values() if not generation.doomed
         ]
@@ -164,7 +164,7 @@ class Host:
             if generation.doomed and last and not may_doom:
                 raise Violation(f"{generation.id} is doomed, and is what was asked for last")
         for key, old in ready.items():
-            new = self.ledger.ready(key)
+            new = self.ledger.ready((RAM, key))
             if old is not None and new is not None and new.id < old.id:
                 raise Violation(f"{new.id} of {key!r} took the place of the newer {old.id}")
 
@@ -243,7 +243,9 @@ class Host:
                     self._is_sealed(gen)
         old, words = self.ledger, self.words
         self.jobs, self.loaders = [], {}
-        self.ready = {key: g.id for key in self.world.sizes if (g := old.ready(key)) is not None}
+        self.ready = {
+            key: g.id for key in self.world.sizes if (g := old.ready((RAM, key))) is not None
+        }
         self.lives += 1
         self.ledger = new_ledger(self.lives, dict(self.world.limits))
         attached = []

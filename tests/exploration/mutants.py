@@ -21,6 +21,7 @@ from coordinator.ledger.turn import Turn
 from gpu_worker.records import Records
 from shm_store.errors import Cancelled
 from shm_store.keys import RequestId, generation_id
+from shm_store.wire import RAM
 from tests.exploration.explore import Explored, explore
 from tests.exploration.host import Host
 from tests.exploration.parts import Resident
@@ -77,7 +78,7 @@ def _releases_whatever_lease(turn: Turn, session: Any, message: Any) -> None:
 
 def _releases_by_key(turn: Turn, session: Any, message: Any) -> None:
     named = turn.ledger.generations.get(message.gen)
-    for generation in list(turn.ledger.by_key.get(named.key, ())) if named else []:
+    for generation in turn.ledger.of_key(named.key) if named else []:
         if generation.state in LEASABLE and session in generation.leases:
             turn.end_lease(session, generation)
 
@@ -115,7 +116,7 @@ _acquire = admission.acquire
 
 
 def _frees_what_another_fills(turn: Turn, session: Any, message: Any, source: Any) -> None:
-    running = turn.ledger.filling(message.key)
+    running = turn.ledger.filling((RAM, message.key))
     _acquire(turn, session, message, source)
     if running is not None and running.doomed and running.id in turn.ledger.running:
         admission.abandon(turn, running, None, died=False)
@@ -133,7 +134,7 @@ _seat = admission.seat
 
 
 def _dooms_when_seated_again(turn: Turn, request: Any, *, doomed: bool, deaths: int) -> Any:
-    running = turn.ledger.filling(request.key)
+    running = turn.ledger.filling(request.home)
     if running is not None and running.fingerprint != request.fingerprint:
         running.doomed = True
         admission.settle_unasked(turn, running)
@@ -320,7 +321,7 @@ _lease = Turn.lease
 def _names_by_key(self: Worker) -> Any:
     """States what is READY under the key of what it has."""
     for offer in _stated_maps(self):
-        ready = self.host.ledger.ready(offer.key)
+        ready = self.host.ledger.ready(offer.home)
         if ready is not None:
             yield replace(offer, gen=ready.id)
 

@@ -31,7 +31,7 @@ _seat = admission.seat
 
 def _starts_undoomed_beside_a_newer_fill(turn, request, *, doomed, deaths):
     """What `seat` once did for a hit that had waited and starts over."""
-    running = turn.ledger.filling(request.key)
+    running = turn.ledger.filling(request.home)
     made = _seat(turn, request, doomed=doomed, deaths=deaths)
     if running is not None and made is not running:
         made.doomed = doomed
