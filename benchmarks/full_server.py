@@ -29,7 +29,7 @@ from coordinator.server import ATTACHED_LIMIT, Server
 from shm_store import channel, segment
 from shm_store.keys import GenerationId, Key, RequestId, SessionId
 from shm_store.layout import PAGE_BYTES
-from shm_store.wire import Acquire, Commit, Reserve
+from shm_store.wire import RAM, Acquire, Commit, Reserve
 
 LEASES = 10
 """Of each session that only holds."""
@@ -104,7 +104,7 @@ def _publish(server: Server, loop: asyncio.AbstractEventLoop, keys: int) -> None
     for number in range(keys):
         rid = RequestId(number + 1)
         happen(Said(_BUILDER, Acquire(rid, Key(key(number)), None, "", 60.0)))
-        gen = server.ledger.by_key[Key(key(number))][0].id
+        gen = server.ledger.by_home[RAM, Key(key(number))][0].id
         for event in (
             Said(_BUILDER, Reserve(gen, PAGE_BYTES)),
             Backed(gen),

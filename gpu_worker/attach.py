@@ -33,6 +33,7 @@ def attach(
     *,
     vram_budget: int | str | None = None,
     working_memory: int | str | None = None,
+    share_vram: bool = False,
     idle_timeout: float | None = None,
     patience: float = PATIENCE_S,
     on_evict: Callable[[str, str, str], object] | None = None,
@@ -55,6 +56,10 @@ def attach(
             one process, that of who attached last.
         working_memory: how much of it to keep free for what this process computes with. Waits
             until there is as much.
+        share_vram: have weights on the device in memory that all processes there share, read-only:
+            one copy for all, which also outlives a process that ends. An edit in place of such
+            weights ends the process, so load with `private=True` what is to be edited. Modules
+            loaded with `train=True` are not shared, nor what was edited before.
         name: how `weight-cache status` calls this process, if it is the first to attach; else the
             program's name.
         idle_timeout: seconds after which a module that nobody uses is evicted. None keeps it
@@ -118,8 +123,9 @@ def attach(
     idle_s = arguments.timeout_s(idle_timeout, "idle_timeout")
     patience_s = arguments.patience_s(patience)
     arguments.check_flag("autostart", autostart)
+    arguments.check_flag("share_vram", share_vram)
     place = socket_path(socket)
-    make = functools.partial(Worker, place, name, where, callbacks, idle_s, patience_s)
+    make = functools.partial(Worker, place, name, where, callbacks, idle_s, patience_s, share_vram)
     if autostart:
         worker = attach_or_start(place, make)
     else:

@@ -44,7 +44,7 @@ from shm_store.errors import (
     ResourceError,
     WeightCacheError,
 )
-from shm_store.keys import Key
+from shm_store.keys import GenerationId, Key
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.source import open_source
 from shm_store.wire import (
@@ -66,6 +66,7 @@ from shm_store.wire import (
 
 if TYPE_CHECKING:
     from gpu_worker import publish
+    from gpu_worker.device import DeviceSegment
 
 logger = logging.getLogger("gpu_worker")
 
@@ -243,6 +244,76 @@ class Client:
             self._session.give_up(request)
             raise
 
+    def share(
+        self,
+        charge: Charge,
+        key: Key,
+        pool: str,
+        size_bytes: int,
+        make: Callable[[GenerationId], DeviceSegment],
+        timeout_s: float | None,
+    ) -> bool:
+        """Wait for a lease on memory of a device that has the bytes of `charge.copy_of`.
+
+        Returns:
+            False if something of this process has one already: it has only one.
+
+        Args:
+            charge: is made that lease, with an fd of the memory. It is the caller's to give back,
+                by `leases.discharge`, whatever this raises.
+            make: allocates that memory and fills it, if this is who has to. It is closed here.
+
+        Raises:
+            BudgetExceeded: there was no room in time.
+            CoordinatorLost: nobody answers.
+            WeightCacheError: what `make` raises; or the coordinator did not take what it made.
+        """
+        self.check_caller()
+        limit_s = _lasting(timeout_s)
+        left_s = None if timeout_s is None else timeout_s + GRACE_S
+        patience_s = self._session.patience_s
+        request = Request(key, timeout_s, left_s, patience_s, kind="share", charge=charge)
+        charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
+        made: DeviceSegment | None = None
+        if self.leases.shares(pool, key):
+            # Whoever had it may just be leaving; and who was asked for it lets go before he asks.
+            self._settle_first(request)
+        with self._lock:
+            if not self.leases.share(charge):
+                return False
+        try:
+            self._session.ask(
+                request, lambda rid: Acquire(rid, key, None, charge.copy_of, limit_s(), pool=pool)
+            )
+            while True:
+                match self._session.next(request):
+                    case Ticket(_, gen):
+                        with self._lock:
+                            if request.gen == gen:
+                                request.reserved = True
+                                self._connection.post(Reserve(gen, size_bytes))
+                    case Space(gen):
+                        if made is not None:
+                            made.close()
+                        made = make(gen)
+                        with self._lock:
+                            # Else it has ended with its connection: another ticket comes.
+                            if request.gen == gen:
+                                request.committed = True
+                                self._connection.post(Commit(gen), (made.fd,))
+                    case Charge():
+                        return True
+                    case step:
+                        raise ProtocolViolation(f"an ACQUIRE was answered with {step!r}")
+        except BaseException:
+            if made is not None:
+                made.close()  # before the ABORT, as in `give_up`
+            self._session.give_up(request)
+            raise
+        finally:
+            if made is not None:
+                made.close()
+
     def possible_bytes(self, pool: str) -> int:
         """Return the most that this process could have in a pool, as things are.
 
@@ -402,8 +473,11 @@ class Client:
         Else the new lease would overtake the RELEASE of the old, and whoever waits for the room
         would wait for as long as this process goes on asking.
         """
-        if not self.leases.leaving(key):
-            return
+        if self.leases.leaving(key):
+            self._settle_first(request)
+
+    def _settle_first(self, request: Request) -> None:
+        """Have the keeper give back what it was asked for so far, in the time of a request."""
         started_s = time.monotonic()
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         with self._lock:

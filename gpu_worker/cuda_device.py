@@ -64,6 +64,7 @@ import torch
 
 from gpu_worker import mapping
 from gpu_worker.block import Block, Memory, Piece
+from gpu_worker.device import DeviceSegment
 from gpu_worker.pinned_ring import Copy, PinnedRing
 from shm_store.errors import DeviceOutOfMemory, DeviceUnavailable, DeviceUnknown
 from shm_store.layout import PAGE_BYTES, round_up
@@ -125,6 +126,7 @@ class CudaDevice:
     """One GPU, as this process sees it; see `gpu_worker.device.Device`."""
 
     forks = False
+    shares = False
 
     def __init__(self, index: int) -> None:
         """Use the device of that index, which `usable_index` has returned.
@@ -174,6 +176,12 @@ class CudaDevice:
         give_back = functools.partial(self._give_back, [memory])
         whole = Memory(block_bytes, hold, give_back, self._memories)
         return CudaBlock(self, uploads, whole, hold, ready)
+
+    def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
+        raise DeviceUnavailable(f"{self.name} cannot share its memory")
+
+    def open_segment(self, fd: int, size_bytes: int) -> Block:
+        raise DeviceUnavailable(f"{self.name} cannot share its memory")
 
     def release_cached(self) -> None:
         self._free_abandoned()

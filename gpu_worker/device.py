@@ -27,9 +27,29 @@ from shm_store.errors import ArgumentRefused, DeviceUnknown
 if TYPE_CHECKING:
     import torch
 
-    from gpu_worker.block import Block
+    from gpu_worker.block import Block, Piece
 
 _NAME = re.compile(r"(cpu|sim|cuda)(?::(0|[1-9][0-9]{0,2}))?")
+
+
+class DeviceSegment(Protocol):
+    """Memory on a device that is to be shared, while it is filled. It has no tensors.
+
+    Attributes:
+        fd: what other processes know it by.
+    """
+
+    @property
+    def fd(self) -> int: ...
+
+    def fill(self, offset_bytes: int, source: Piece) -> None:
+        """Copy bytes there. As `Block.fill`."""
+
+    def finish(self) -> None:
+        """Wait until all of it is there. As `Block.finish`."""
+
+    def close(self) -> None:
+        """Have it no more. What was given away stays others'. May be called again."""
 
 
 class Device(Protocol):
@@ -45,6 +65,10 @@ class Device(Protocol):
     @property
     def forks(self) -> bool:
         """Whether a forked child can use it, and what is on it."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether its memory can be given to other processes, as an fd: by `make_segment`."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -79,6 +103,24 @@ class Device(Protocol):
             DeviceOutOfMemory: there is no such block. Nothing was taken.
         """
 
+    def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
+        """Return memory that other processes can use, to be filled. As `allocate`.
+
+        Returns:
+            The caller's, to be closed when it was given away, or is of no use.
+        """
+
+    def open_segment(self, fd: int, size_bytes: int) -> Block:
+        """Return memory that a process has made so, as its readers have it: nobody may write to it.
+
+        Args:
+            fd: of it. Stays the caller's.
+
+        Raises:
+            SegmentRefused: it is no memory of this device, or has another size.
+            DeviceOutOfMemory: as `allocate`.
+        """
+
     def release_cached(self) -> None:
         """Give memory that this process keeps and nothing uses back to the device."""
 
@@ -91,6 +133,7 @@ class _Cpu:
 
     name = "cpu"
     forks = True
+    shares = False
     pool = None
 
     @property
@@ -110,6 +153,12 @@ class _Cpu:
 
     def allocate(self, size_bytes: int, owner: str) -> Block:
         raise ArgumentRefused("modules run on the shared pages of the host, in no memory of theirs")
+
+    def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
+        raise ArgumentRefused("the host's memory is shared as it is")
+
+    def open_segment(self, fd: int, size_bytes: int) -> Block:
+        raise ArgumentRefused("the host's memory is shared as it is")
 
     def release_cached(self) -> None:
         pass

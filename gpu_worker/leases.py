@@ -34,7 +34,7 @@ from shm_store.errors import DeviceUnavailable, LoadTimeout, WeightCacheError
 from shm_store.keys import GenerationId, Key, LeaseId
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.report import ModelReport
-from shm_store.wire import Ack, Counts, Declare, HeldCharge, HeldMap, Release, Revoke
+from shm_store.wire import Ack, Counts, Declare, Held, HeldCharge, HeldOnDevice, Release, Revoke
 
 if TYPE_CHECKING:
     from gpu_worker.block import Block, Memory
@@ -128,6 +128,7 @@ class Leases:
         self._mappings: MappingTable | None = None
         self._charges: dict[GenerationId, Charge] = {}
         self._devices: dict[str, Declare] = {}
+        self._shared: list[Charge] = []
         self._counting = False
         self._revoked_s: dict[GenerationId, float] = {}
         """When the last REVOKE came of what is still looked at. The keeper's own."""
@@ -189,6 +190,21 @@ class Leases:
     def leaving(self, key: Key) -> bool:
         """Say whether weights of `key` are on their way out to make room."""
         return self._mappings is not None and self._mappings.leaving(key)
+
+    def share(self, charge: Charge) -> bool:
+        """Begin to have memory of a device that others have, too; say whether that can be.
+
+        A process has one lease on it, so only one can have it. The caller has the lock.
+        """
+        if self.shares(charge.pool, charge.key):
+            return False
+        charge.shared = True
+        self._shared.append(charge)
+        return True
+
+    def shares(self, pool: str, key: Key) -> bool:
+        """Say whether something here has such memory of a key, or is about to, or has not left."""
+        return any((one.pool, one.key) == (pool, key) for one in list(self._shared))
 
     def discharge(self, charge: Charge) -> None:
         """Give private memory back, which is free by now. Safe in a finalizer: only enqueues.
@@ -261,13 +277,13 @@ class Leases:
     # --- the reader's ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[list[tuple[HeldMap | HeldCharge | Declare, tuple[int, ...]]]]:
+    def held(self) -> Iterator[list[tuple[Held, tuple[int, ...]]]]:
         """Give all of it, each with its segment, which is open in the block. The lock is held."""
         assert self._mappings is not None
         with self._mappings.held() as maps:
             yield [
                 *((held, (fd,)) for held, fd in maps),
-                *((_stated(charge), ()) for charge in self._charges.values()),
+                *(_stated(charge) for charge in self._charges.values()),
                 *((device, ()) for device in self._devices.values()),
             ]
 
@@ -293,12 +309,19 @@ class Leases:
             raise refused
         return buffer
 
-    def take_charge(self, charge: Charge, gen: GenerationId, lease: LeaseId) -> None:
-        """Count a charge as this process's, or give it back. The caller has the lock."""
+    def take_charge(self, charge: Charge, gen: GenerationId, lease: LeaseId, fd: int = -1) -> None:
+        """Count a charge as this process's, or give it back. The caller has the lock.
+
+        Args:
+            fd: of the memory that it is a lease on, if it is. Taken over.
+        """
         charge.gen, charge.lease = gen, lease
         if charge.over:
+            if fd >= 0:
+                os.close(fd)
             self._connection.post(Release(gen, lease))
         else:
+            charge.fd = fd
             self._charges[gen] = charge
 
     def take_revoke(self, message: Revoke) -> None:
@@ -338,6 +361,11 @@ class Leases:
         """Give private memory back, which is free by now, before anything that is asked later."""
         with self._lock:
             charge.over = True
+            if charge.shared:
+                fd, charge.fd = charge.fd, -1
+                if fd >= 0:
+                    os.close(fd)  # before it is said that it is free
+                self._shared = [one for one in self._shared if one is not charge]
             if charge.gen in self._charges:
                 # Said first: an interrupt has it said again, and a doubled one changes nothing.
                 self._connection.post(Release(charge.gen, charge.lease))
@@ -545,13 +573,11 @@ def _is_used(charge: Charge) -> bool:
     return charge.memory is not None and charge.memory.in_use
 
 
-def _stated(charge: Charge) -> HeldCharge:
-    return HeldCharge(
-        charge.gen,
-        charge.lease,
-        charge.pool,
-        charge.key,
-        charge.size_bytes,
-        charge.fixed,
-        charge.copy_of,
-    )
+def _stated(charge: Charge) -> tuple[HeldCharge | HeldOnDevice, tuple[int, ...]]:
+    """Return what is said of a charge on a new connection, and the fd that goes with it."""
+    facts = (charge.gen, charge.lease, charge.pool, charge.key)
+    if charge.shared:
+        stale = charge.asked == "stale"
+        held = HeldOnDevice(*facts, charge.copy_of, charge.size_bytes, stale)
+        return held, (charge.fd,)
+    return HeldCharge(*facts, charge.size_bytes, charge.fixed, charge.copy_of), ()

@@ -448,6 +448,16 @@ def map_shared(
     )
 
 
+def map_sealed(fd: int, size_bytes: int, address: int) -> Buffer:
+    """Map a sealed memfd to be read: a write ends the process. Otherwise as `map_shared`.
+
+    Older kernels take any shared map of what is sealed for one that could be written to, so it is a
+    private one; as it is not writable, nothing of it is ever copied either.
+    """
+    flags = _MAP_PRIVATE | _MAP_FIXED
+    return _sized(size_bytes).from_address(_map(address, size_bytes, _PROT_READ, flags, fd))
+
+
 def discard(address: int, size_bytes: int) -> None:
     """Unmap in bounded steps, and leave the addresses reserved. May be done twice; see on fork."""
     end = address + size_bytes

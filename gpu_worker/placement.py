@@ -86,10 +86,22 @@ class Group:
         size_bytes: what they take there, from `offset_bytes` of a block on.
     """
 
-    def __init__(self, device: Device, moved: list[_Moved], offset_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        moved: list[_Moved],
+        offset_bytes: int = 0,
+        segment: Segment | None = None,
+    ) -> None:
+        """Describe them.
+
+        Args:
+            segment: what they lie in on the host. They lie in a block in the same way.
+        """
         self._device = device
         self._moved = moved
         self._offset_bytes = offset_bytes
+        self._segment = segment
         self._storages: dict[int, _Storage] = {}
         self._order: list[_Storage] = []
         self.size_bytes = self._taken_bytes = self._lay_out()
@@ -100,6 +112,10 @@ class Group:
             memory.data_ptr(): _Storage(memory) for one in self._moved for memory in one.memories()
         }
         self._order = list(self._storages.values())
+        if self._segment is not None:
+            for storage in self._order:
+                storage.offset_bytes = storage.memory.data_ptr() - self._segment.address
+            return self._segment.size_bytes
         offsets, size_bytes = layout(storage.memory.nbytes() for storage in self._order)
         for storage, offset in zip(self._order, offsets, strict=True):
             storage.offset_bytes = self._offset_bytes + offset
@@ -253,17 +269,22 @@ class Placement:
     """Takes one module to a device and back. Made while it is on the host; used by one thread.
 
     Attributes:
-        size_bytes: what it takes on the device, in one block.
+        size_bytes: what it takes on the device, in one block of its own.
         partial: some of it is brought there for each use, see `streaming`.
     """
 
     def __init__(
-        self, module: torch.nn.Module, device: Device, room_bytes: int | None = None
+        self,
+        module: torch.nn.Module,
+        device: Device,
+        room_bytes: int | None = None,
+        shared: Segment | None = None,
     ) -> None:
         """Look at all parameters and buffers of `module`, non-persistent ones included.
 
         Args:
             room_bytes: what it may take; None lets it have what it needs.
+            shared: what lies in this is to lie in a block that others have, too.
 
         Raises:
             ArgumentRefused: some are on the meta device, or have no plain memory.
@@ -281,7 +302,10 @@ class Placement:
                 f"{listed(unfit)}",
                 remedy="materialise what is on the meta device, and make sparse tensors dense",
             )
-        self._stay = Group(device, list(moved.values()))
+        own = [one for one in moved.values() if shared is None or not _lies_in(one, shared)]
+        others = [one for one in moved.values() if one not in own]
+        self._shared = Group(device, others, segment=shared) if others else None
+        self._stay = Group(device, own)
         self.moved_bytes = self.size_bytes = self._stay.size_bytes
         self._streaming: Streaming | None = None
         if room_bytes is not None and room_bytes < self.size_bytes:
@@ -321,23 +345,31 @@ class Placement:
         """
         return self._stay.steps(block, segment)
 
-    def point_there(self, block: Block) -> None:
-        """Have every tensor that stays lie in `block`, which has all the bytes."""
-        self._stay.point_there(block)
-        if self._streaming is not None:
-            self._streaming.begin(block)
+    def point_there(self, block: Block | None, shared: Block | None = None) -> None:
+        """Have every tensor that stays lie in `block`, or in the one that is shared."""
+        if self._shared is not None:
+            assert shared is not None
+            self._shared.point_there(shared)
+        if block is not None:
+            self._stay.point_there(block)
+            if self._streaming is not None:
+                self._streaming.begin(block)
 
     @property
     def given_up(self) -> bool:
         """Whether something of it has no place on the host."""
-        return self._stay.given_up
+        return any(group.given_up for group in self._groups())
+
+    def _groups(self) -> list[Group]:
+        return [self._stay] if self._shared is None else [self._shared, self._stay]
 
     def give_up(self, weights: Buffer) -> None:
         """Keep nothing on the host of what lies in `weights`. It is on the device, whole.
 
         What lies elsewhere stays: it is this process's own. So does what is made of other tensors.
         """
-        self._stay.give_up(tensors(weights))
+        for group in self._groups():
+            group.give_up(tensors(weights))
 
     def take_back(self, weights: Buffer) -> None:
         """Have everything lie on the host again, what was given up in `weights`.
@@ -345,7 +377,8 @@ class Placement:
         Raises:
             WeightsMissing: these lack some of it.
         """
-        self._stay.take_back(tensors(weights))
+        for group in self._groups():
+            group.take_back(tensors(weights))
 
     def abandon(self) -> list[torch.Tensor]:
         """Have every tensor lie on the host again, whatever was edited; return those on the device.
@@ -354,7 +387,7 @@ class Placement:
         """
         if self._streaming is not None:
             self._streaming.end()
-        return self._stay.abandon()
+        return [tensor for group in self._groups() for tensor in group.abandon()]
 
     def point_home(self) -> None:
         """Have every tensor lie on the host again. May be called at any time, more than once.
@@ -363,7 +396,16 @@ class Placement:
         """
         if self._streaming is not None:
             self._streaming.end()
-        self._stay.point_home()
+        for group in self._groups():
+            group.point_home()
+
+
+def _lies_in(moved: _Moved, segment: Segment) -> bool:
+    """Say whether all memory of a tensor is in a segment, and there is some."""
+    end = segment.address + segment.size_bytes
+    memories = moved.memories()
+    inside = [segment.address <= one.data_ptr() <= end - one.nbytes() for one in memories]
+    return bool(inside) and all(inside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from gpu_worker.waits import refuse_fork
 from shm_store.errors import BudgetExceeded, CallerError, WorkerClosed, listed
 from shm_store.keys import GenerationId, Key
 from shm_store.report import ModelReport
+from shm_store.wire import RAM
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,6 @@ logger = logging.getLogger("gpu_worker")
 IDLE_STEP_S = 0.02
 """The least between two looks for what was unused for `idle_timeout`."""
 
-RAM = "ram"
 """The pool that private weights are charged to."""
 
 
@@ -81,6 +81,7 @@ class Wish:
     private: bool
     device: Device
     keep_host: bool = True
+    share_vram: bool = False
 
 
 class RecordTable:
@@ -419,7 +420,10 @@ class RecordTable:
         record = Record(key, gen, wish.origin, loaded)
         if wish.device.pool is not None:
             about = ResidentRecord(self._records, record, self.client, wish.ask, wish.keep_host)
-            loaded.residence = Residence(about, wish.device, self.client, self._lock, count)
+            shares = wish.share_vram and not wish.private and not wish.train
+            loaded.residence = Residence(
+                about, wish.device, self.client, self._lock, count, shares=shares
+            )
         with self._lock:
             # What the coordinator asks from now on finds the record.
             gone = self._records.admit(record, claim, self.client.leases.asked(gen), whose)

@@ -74,6 +74,7 @@ class Charge:
         asked: what the coordinator has asked of it since; `letting_go` while that is being done.
         collected: garbage was, because of that.
         over: its memory is free, or was never needed.
+        shared: it is no private memory, but a lease on memory of a device, whose fd is `fd`.
     """
 
     residence: Callable[[], Residence | None] | None = None
@@ -91,6 +92,8 @@ class Charge:
     letting_go: bool = False
     collected: bool = False
     over: bool = False
+    shared: bool = False
+    fd: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +112,7 @@ class Request:
         space: SPACE came. After COMMIT it is `committed`.
         builder: the thread that runs the asker's `build`.
         kind: what it is. Nobody waits for a prefetch, and its grant goes back at once; the grant of
-            a charge has no segment, and goes to `charge`.
+            a charge has no segment, and goes to `charge`; that of a share is memory of a device.
     """
 
     key: Key | None
@@ -130,7 +133,7 @@ class Request:
     space: bool = False
     committed: bool = False
     builder: int | None = None
-    kind: Literal["acquire", "prefetch", "charge", "invalidate", "flush"] = "acquire"
+    kind: Literal["acquire", "prefetch", "charge", "share", "invalidate", "flush"] = "acquire"
     charge: Charge | None = None
     pid: int = field(default_factory=os.getpid)
 

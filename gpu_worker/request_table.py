@@ -58,13 +58,14 @@ class RequestTable:
         """Give every request a new id, as a new connection needs.
 
         Returns:
-            The fills, which go on with their segments; and the others, which begin again.
+            The fills, which go on with their segments; and the others, which begin again. So do
+            those that fill memory of a device: nobody could say whose it is.
         """
         requests, self._requests = list(self), {}
-        fills = [request for request in requests if request.space]
-        others = [request for request in requests if not request.space]
+        fills = [request for request in requests if request.space and request.kind != "share"]
+        others = [request for request in requests if request not in fills]
         for request in others:
-            request.gen, request.reserved = None, False
+            request.gen, request.reserved, request.space = None, False, False
         for request in fills + others:
             self.add(request)
         return fills, others

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
+from gpu_worker.residency import passes
 from gpu_worker.waits import steps
 from shm_store.errors import BudgetExceeded, CoordinatorLost, LoadTimeout
 from shm_store.keys import GenerationId, Key
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from gpu_worker.block import Block
     from gpu_worker.client import Client
     from gpu_worker.counts import Count
-    from gpu_worker.device import Device
+    from gpu_worker.device import Device, DeviceSegment
     from gpu_worker.leases import Segment
     from gpu_worker.placement import Placement
     from gpu_worker.resident_record import ResidentRecord
@@ -84,12 +85,15 @@ class Residence:
         client: Client,
         lock: threading.RLock,
         count: Count,
+        *,
+        shares: bool,
     ) -> None:
         """Begin on the host.
 
         Args:
             lock: the table's.
             count: where uploads are counted.
+            shares: have its weights in memory there that other processes have, too.
         """
         self.here = False
         self.room_bytes: int | None = None
@@ -103,7 +107,9 @@ class Residence:
         # Of its one module, and only as long as that is there: it has the tensors.
         self._placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement]
         self._placements = weakref.WeakKeyDictionary()
-        self._charge: Charge | None = None
+        self._charges: list[Charge] = []
+        """For what is there of it, or about to be."""
+        self._shares = shares and can_share(device)
         self._told = False
         """That it is there in part was said."""
 
@@ -181,6 +187,8 @@ class Residence:
 
         self._withdraw()  # a part that is too small or too large, or what a move has left
         self._fetch(_left(end_s))
+        if self._shares and self._bring_shared(module, end_s, started_s):
+            return
         placement, room_bytes = Placement(module, self.device), None
         size_bytes = self.device.charged_bytes(placement.size_bytes)
         if placement.size_bytes:
@@ -196,10 +204,7 @@ class Residence:
             self._placements[module] = placement
             room_s = time.monotonic()
             self._upload(placement, block, end_s)
-            self._count.waited_s += room_s - started_s
-            self._count.moved_s += time.monotonic() - room_s
-            self._count.moved_bytes += placement.moved_bytes
-            self._client.leases.count_later()
+            self._counted(placement.moved_bytes, started_s, room_s)
             if placement.partial and not self._told:
                 self._told = True
                 logger.warning(
@@ -209,11 +214,110 @@ class Residence:
                     self.device.name,
                     size_text(placement.moved_bytes),
                 )
+        self._is_here(placement, size_bytes if placement.size_bytes else 0, room_bytes)
+
+    def _bring_shared(self, module: torch.nn.Module, end_s: float | None, started_s: float) -> bool:
+        """Have the module lie in memory that all processes on the device share, what is shared.
+
+        Returns:
+            False if that cannot be: it was edited, or the device has never room for all of it.
+        """
+        from gpu_worker.leases import Segment
+        from gpu_worker.placement import Placement
+        from gpu_worker.tensors import data_range
+
         with self._lock:
-            self.size_bytes = size_bytes if placement.size_bytes else 0
+            weights = self._record.weights
+        data = range(0) if weights is None else data_range(weights)
+        with self._segment() as whole:
+            if whole is None or not data:
+                return False
+            segment = Segment(whole.fd, whole.address + data.start, len(data))
+            placement = Placement(module, self.device, shared=segment)
+            try:
+                shared, uploaded_bytes = self._share(segment, data.start, end_s)
+            except BudgetExceeded as refusal:
+                if 0 < refusal.possible_bytes < refusal.needed_bytes:
+                    return False
+                raise
+            if shared is None:
+                return False
+        self._placements[module] = placement
+        room_s, block, size_bytes = time.monotonic(), None, 0
+        if placement.size_bytes:
+            size_bytes = self.device.charged_bytes(placement.size_bytes)
+            block = self._allocate(size_bytes, _left(end_s))
+            room_s = time.monotonic()
+            self._fill(placement, block, end_s)
+        with load_lock.read(_left(end_s)):
+            placement.point_there(block, shared)
+        self._counted(placement.moved_bytes + uploaded_bytes, started_s, room_s)
+        self._is_here(placement, size_bytes + shared.size_bytes, None)
+        return True
+
+    def _share(
+        self, segment: Segment, offset_bytes: int, end_s: float | None
+    ) -> tuple[Block | None, int]:
+        """Return memory that has the bytes of a segment, and how many were moved for that.
+
+        None if another module of this process has it.
+
+        Args:
+            segment: a part of a file, from `offset_bytes` of it on.
+        """
+        pool = self.device.pool
+        assert pool is not None
+        size_bytes = self.device.charged_bytes(segment.size_bytes)
+        uploaded_bytes = 0
+
+        from gpu_worker.block import Piece
+
+        def make(gen: GenerationId) -> DeviceSegment:
+            nonlocal uploaded_bytes
+            made = self.device.make_segment(size_bytes, gen)
+            try:
+                for batch in passes([segment.size_bytes]):
+                    for _, begin, part_bytes in batch:
+                        source = Piece(None, segment.fd, offset_bytes + begin, part_bytes)
+                        made.fill(begin, source)
+                made.finish()
+            except BaseException:
+                made.close()
+                raise
+            uploaded_bytes = segment.size_bytes
+            return made
+
+        charge = Charge(residence=weakref.ref(self), forks=self.device.forks)
+        charge.copy_of = self._record.generation
+        self._charges.append(charge)
+        block: Block | None = None
+        try:
+            key, left_s = self._record.key, _left(end_s)
+            if not self._client.share(charge, key, pool, size_bytes, make, left_s):
+                self._charges.remove(charge)
+                return None, 0
+            block = self.device.open_segment(charge.fd, size_bytes)
+            self._client.leases.watch_block(charge, block, self.device)
+        except BaseException:
+            if charge.memory is None or not charge.memory.watched:
+                if block is not None:
+                    block.free()
+                self._client.leases.discharge(charge)
+            raise
+        return block, uploaded_bytes
+
+    def _counted(self, moved_bytes: int, started_s: float, room_s: float) -> None:
+        self._count.waited_s += room_s - started_s
+        self._count.moved_s += time.monotonic() - room_s
+        self._count.moved_bytes += moved_bytes
+        self._client.leases.count_later()
+
+    def _is_here(self, placement: Placement, size_bytes: int, room_bytes: int | None) -> None:
+        with self._lock:
+            self.size_bytes = size_bytes
             self.room_bytes = room_bytes
             self.here = True
-        if not self._record.keeps_host and placement.size_bytes and not placement.partial:
+        if not self._record.keeps_host and size_bytes and not placement.partial:
             with self._lock:
                 weights = self._record.give_up()
             if weights is not None:
@@ -234,7 +338,8 @@ class Residence:
         """Return memory on the device, which is charged until the device has it back."""
         pool = self.device.pool
         assert pool is not None
-        charge = self._charge = Charge(residence=weakref.ref(self), forks=self.device.forks)
+        charge = Charge(residence=weakref.ref(self), forks=self.device.forks)
+        self._charges.append(charge)
         if not self._record.keeps_host:
             charge.copy_of = self._record.generation
         block: Block | None = None
@@ -252,6 +357,11 @@ class Residence:
         return block
 
     def _upload(self, placement: Placement, block: Block, end_s: float | None) -> None:
+        self._fill(placement, block, end_s)
+        with load_lock.read(_left(end_s)):
+            placement.point_there(block)
+
+    def _fill(self, placement: Placement, block: Block, end_s: float | None) -> None:
         with self._segment() as segment:
             todo = placement.steps(block, segment)
             while True:
@@ -259,8 +369,6 @@ class Residence:
                     if next(todo, _DONE) is _DONE:
                         break
             block.finish()
-        with load_lock.read(_left(end_s)):
-            placement.point_there(block)
 
     def after_fork(self) -> None:
         """In a forked child: what another thread was at is over, and CUDA cannot be used any more.
@@ -274,7 +382,7 @@ class Residence:
             for placement in list(self._placements.values()):
                 _the_parents.append(placement.abandon())
             self._placements.clear()
-            self.here, self.size_bytes, self.room_bytes, self._charge = False, 0, None, None
+            self.here, self.size_bytes, self.room_bytes, self._charges = False, 0, None, []
 
     def _segment(self) -> AbstractContextManager[Segment | None]:
         """Return what the weights are to be read from instead of their map, if anything."""
@@ -294,17 +402,19 @@ class Residence:
 
     def has(self, charge: Charge) -> bool:
         """Whether it is on its device by this charge, or about to be."""
-        return self._charge is charge
+        return any(own is charge for own in self._charges)
 
     def rest(self) -> None:
         """A lock of it has ended. If that was the last, it leaves if it is to. The lock is held.
 
         Whoever locks it next then has to ask for room, behind those who wait.
         """
-        charge = self._charge
-        if charge is not None and charge.asked in ("room", "stale") and not self._record.locks:
-            self.here = False
-            self._client.leases.rested(charge)
+        if self._record.locks:
+            return
+        for charge in self._charges:
+            if charge.asked in ("room", "stale"):
+                self.here = False
+                self._client.leases.rested(charge)
 
     def leave(self, left_s: float | None = None) -> bool:
         """Have the module on the host again, unless it is locked; say whether it is there.
@@ -342,9 +452,21 @@ class Residence:
             self._placements.clear()
         self.size_bytes = 0
         self.room_bytes = None
-        self._charge = None
+        self._charges = []
 
 
+def can_share(device: Device) -> bool:
+    """Say whether the memory of a device can be shared; if not, the log says so, once."""
+    if not device.shares and device.name not in _told:
+        _told.add(device.name)
+        logger.warning(
+            "weight-cache: %s cannot share its memory yet, so each process has a copy of its own",
+            device.name,
+        )
+    return device.shares
+
+
+_told: set[str] = set()
 _DONE = object()
 
 _the_parents: list[object] = []

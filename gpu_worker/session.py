@@ -232,20 +232,20 @@ class Session:
         try:
             message = decode(to_session_decoder, data)
             charge = isinstance(message, Grant) and self._is_charge(message, fds)
-            if len(fds) != (isinstance(message, Grant | Space) and not charge):
+            if len(fds) not in self._fds_of(message, fds):
                 raise ProtocolViolation(f"{type(message).__name__} came with {len(fds)} fds")
         except ProtocolViolation:
             close_all(fds)
             raise
         match message:
             case Grant() if charge:
-                self._take_charge(message)
+                self._take_charge(message, *fds)
             case Grant():
                 self._take_grant(message, fds[0])
             case Revoke():
                 self.leases.take_revoke(message)
             case Space():
-                self._take_space(message, fds[0])
+                self._take_space(message, *fds)
             case Ticket(rid, gen, _, fingerprint):
                 with self.lock:
                     request = self.requests.get(rid)
@@ -288,33 +288,49 @@ class Session:
             reply = error
         self._answer(message.rid, reply)
 
-    def _take_charge(self, message: Grant) -> None:
+    def _take_charge(self, message: Grant, fd: int = -1) -> None:
         with self.lock:
             request = self.requests.get(message.rid)
             charge = None if request is None else request.charge
             if charge is None:
                 self.leases.release(message.gen, LeaseId(message.rid))
             else:
-                self.leases.take_charge(charge, message.gen, LeaseId(message.rid))
+                self.leases.take_charge(charge, message.gen, LeaseId(message.rid), fd)
         self._answer(message.rid, charge)
 
     def _is_charge(self, message: Grant, fds: list[int]) -> bool:
         request = self.requests.get(message.rid)
-        return not fds if request is None else request.kind == "charge"
+        return not fds if request is None else request.kind in ("charge", "share")
+
+    def _fds_of(self, message: AnyMessage, fds: list[int]) -> tuple[int, ...]:
+        """Return how many fds may come with a message; it depends on what it answers."""
+        match message:
+            case Grant(rid):
+                request = self.requests.get(rid)
+                return (0, 1) if request is None else (int(request.kind != "charge"),)
+            case Space(gen):
+                filled = [request.kind for request in self.requests if request.gen == gen]
+                return (int("share" not in filled),) if filled else (0, 1)
+            case _:
+                return (0,)
 
     def _is(self, rid: RequestId, kind: str) -> bool:
         request = self.requests.get(rid)
         return request is not None and request.kind == kind
 
-    def _take_space(self, message: Space, fd: int) -> None:
-        """Hand the segment to its filler; with nobody there, give it back."""
+    def _take_space(self, message: Space, fd: int = -1) -> None:
+        """Hand the segment to its filler; with nobody there, give it back.
+
+        Of memory on a device there is none yet.
+        """
         with self.lock:
             for request in self.requests:
                 if request.gen == message.gen and request.wanted:
                     request.space, request.fd = True, fd
                     request.inbox.put(message)
                     return
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             self.connection.post(Abort(message.gen))
 
     def _answer(self, rid: RequestId, reply: Reply | None) -> None:

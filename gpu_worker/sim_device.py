@@ -44,9 +44,10 @@ from shm_store.errors import (
     DeviceUnknown,
     PlatformUnsupported,
     ResourceError,
+    SegmentRefused,
 )
 from shm_store.layout import PAGE_BYTES, round_up
-from shm_store.memfds import PREFIX
+from shm_store.memfds import PREFIX, memfd_name
 from shm_store.report import size_text
 from shm_store.sizes import parse_size
 
@@ -55,6 +56,7 @@ DEFAULT_SIZE = "1GiB"
 STEP_BYTES = 64 * 1024 * 1024
 """Backed at once; a signal makes the kernel begin a step again."""
 
+COPY_BYTES = 1024 * 1024
 _NAME_LIMIT_BYTES = 249
 """The kernel refuses a longer name for a memfd."""
 _MADV_POPULATE_READ = 22
@@ -87,6 +89,7 @@ class SimDevice:
 
     torch_device = torch.device("cpu")
     forks = True
+    shares = True
 
     def __init__(self, index: int, size_bytes: int | None = None) -> None:
         """Make the device of that index, in general by `device_named`.
@@ -145,6 +148,46 @@ class SimDevice:
                 pages.unmake()
             self._coming.discard(pages)
             raise
+
+    def make_segment(self, size_bytes: int, owner: str) -> SimSegment:
+        block_bytes = self.charged_bytes(size_bytes)
+        self.release_cached()
+        pages = _Pages(self, block_bytes)
+        try:
+            with self._lock:
+                self._admit(block_bytes)
+                self._coming.add(pages)
+            pages.make_unmapped(owner)
+        except BaseException:
+            self.drop(pages)
+            raise
+        return SimSegment(pages)
+
+    def open_segment(self, fd: int, size_bytes: int) -> Block:
+        name = memfd_name(fd) or ""
+        if not name.startswith(f"{PREFIX}{self.name}:") or os.fstat(fd).st_size != size_bytes:
+            raise SegmentRefused(f"{name or 'no memfd'}: no {size_bytes} bytes of {self.name}")
+        self.release_cached()
+        pages = _Pages(self, size_bytes)
+        memory: Memory | None = None
+        try:
+            with self._lock:
+                self._admit(size_bytes)
+                self._coming.add(pages)
+            buffer = pages.open(fd)
+            with self._lock:
+                self._coming.discard(pages)
+                memory = Memory(size_bytes, buffer, pages.give_back, self._memories)
+            return SimBlock(pages, memory, buffer)
+        except BaseException:
+            if memory is None:
+                self.drop(pages)
+            raise
+
+    def drop(self, pages: _Pages) -> None:
+        """Give back pages that nobody uses."""
+        pages.unmake()
+        self._coming.discard(pages)
 
     def release_cached(self) -> None:
         """Free the blocks that were dropped and that nobody watched."""
@@ -218,12 +261,24 @@ class _Pages:
 
     def make(self, owner: str) -> Buffer:
         """Have the pages, and return their map. Whatever it raises, `unmake` is to be called."""
-        self.fd = _memfd(self.device.name, owner)
-        _back(self.fd, self.size_bytes, self.device.name)
-        segment.fix_size(self.fd)
+        self.make_unmapped(owner)
         # Known before there is memory in it: an interrupt may come into the mapping.
         self.address = mapping.reserve_range(self.size_bytes)
         return mapping.map_shared(self.fd, self.size_bytes, address=self.address)
+
+    def make_unmapped(self, owner: str) -> None:
+        """Have the pages. Whatever it raises, `unmake` is to be called."""
+        self.fd = _memfd(self.device.name, owner)
+        _back(self.fd, self.size_bytes, self.device.name)
+        segment.fix_size(self.fd)
+
+    def open(self, fd: int) -> Buffer:
+        """Have the pages that another has made, and return their map. As `make`."""
+        self.fd = os.dup(fd)
+        self.address = mapping.reserve_range(self.size_bytes)
+        buffer = mapping.map_sealed(self.fd, self.size_bytes, self.address)
+        self.populate(0, self.size_bytes)
+        return buffer
 
     def unmake(self) -> None:
         """Give back what there is of pages that nobody uses yet. `give_back` has no more to do."""
@@ -248,12 +303,62 @@ class _Pages:
         if fd >= 0:
             os.close(fd)
 
+    def write(self, offset_bytes: int, source: Piece) -> None:
+        """Copy the bytes of `source` there."""
+        self.device.delay()
+        self.device.fail("copy")
+        if source.fd is None:
+            segment.write_at(self.fd, source.bytes(), offset_bytes)
+        else:
+            self._copy(source.fd, source.fd_offset_bytes, offset_bytes, source.size_bytes)
+
+    def _copy(self, fd: int, start: int, offset_bytes: int, size_bytes: int) -> None:
+        copied_bytes = 0
+        while copied_bytes < size_bytes:
+            at, left_bytes = start + copied_bytes, size_bytes - copied_bytes
+            to = offset_bytes + copied_bytes
+            try:
+                step_bytes = os.copy_file_range(fd, self.fd, left_bytes, at, to)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EINVAL):
+                    raise
+                # Between file systems newer kernels do not. A segment is always in the same one.
+                data = os.pread(fd, min(left_bytes, COPY_BYTES), at)
+                segment.write_at(self.fd, data, to)
+                step_bytes = len(data)
+            if not step_bytes:
+                raise ended(at)
+            copied_bytes += step_bytes
+
     def populate(self, offset_bytes: int, size_bytes: int) -> None:
         """Have the pages of a range in the map, so that its first use is no fault."""
         start = self.address + offset_bytes // PAGE_BYTES * PAGE_BYTES
         end = self.address + round_up(offset_bytes + size_bytes, PAGE_BYTES)
         # An old kernel has no such advice. Then they come with the first use.
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_READ)
+
+
+class SimSegment:
+    """A memfd of a simulated device that others are to map: it has no map that could be written to.
+
+    Else the coordinator could not seal it.
+    """
+
+    def __init__(self, pages: _Pages) -> None:
+        self._pages = pages
+
+    @property
+    def fd(self) -> int:
+        return self._pages.fd
+
+    def fill(self, offset_bytes: int, source: Piece) -> None:
+        self._pages.write(offset_bytes, source)
+
+    def finish(self) -> None:
+        self._pages.device.fail("finish")
+
+    def close(self) -> None:
+        self._pages.device.drop(self._pages)
 
 
 class SimBlock(Block):
@@ -276,38 +381,8 @@ class SimBlock(Block):
         )
 
     def _fill(self, offset_bytes: int, source: Piece) -> None:
-        pages = self._pages
-        pages.device.delay()
-        pages.device.fail("copy")
-        if source.fd is None:
-            segment.write_at(pages.fd, source.bytes(), offset_bytes)
-        else:
-            self._copy(source.fd, source.fd_offset_bytes, offset_bytes, source.size_bytes)
-        pages.populate(offset_bytes, source.size_bytes)
-
-    def _copy(self, fd: int, start: int, offset_bytes: int, size_bytes: int) -> None:
-        copied_bytes = 0
-        while copied_bytes < size_bytes:
-            at, left_bytes = start + copied_bytes, size_bytes - copied_bytes
-            try:
-                step_bytes = os.copy_file_range(
-                    fd, self._pages.fd, left_bytes, at, offset_bytes + copied_bytes
-                )
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL):
-                    raise
-                # Between file systems newer kernels do not. A segment is always in the same one.
-                step_bytes = os.preadv(
-                    fd, [self._range(offset_bytes + copied_bytes, left_bytes)], at
-                )
-            if not step_bytes:
-                raise ended(at)
-            copied_bytes += step_bytes
-
-    def _range(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        buffer = self._hold()
-        assert isinstance(buffer, Buffer)
-        return memoryview(buffer).cast("B")[offset_bytes : offset_bytes + size_bytes]
+        self._pages.write(offset_bytes, source)
+        self._pages.populate(offset_bytes, source.size_bytes)
 
 
 def tell(name: str, faults: Faults) -> None:

@@ -27,6 +27,18 @@ def entries(buffer: Buffer) -> tuple[TensorEntry, ...]:
     return buffer.content()[0].tensors
 
 
+def data_range(buffer: Buffer) -> range:
+    """Return where the bytes of all tensors are in a segment, as its manifest says.
+
+    Raises:
+        SegmentRefused: the manifest cannot be read, or lies.
+    """
+    manifest, start = buffer.content()
+    _check_groups(manifest.groups, len(buffer) - start)
+    ends = (group.offset_bytes + group.size_bytes for group in manifest.groups)
+    return range(start, start + max(ends, default=0))
+
+
 def tensors(buffer: Buffer) -> dict[str, torch.Tensor]:
     """Return the state dict of a mapped segment: views of its bytes, in the manifest's order.
 

@@ -99,12 +99,14 @@ class Worker:
         callbacks: Callbacks = Callbacks(),  # noqa: B008 (frozen)
         idle_s: float | None = None,
         patience_s: float = 0.0,
+        share_vram: bool = False,
     ) -> None:
         """Share the connection to the coordinator on `path`."""
         self._table = RecordTable(path, name, device, callbacks, idle_s, patience_s)
         self._client = self._table.client
         self._device = device
         self._working_memory: Reservation | None = None
+        self._share_vram = share_vram
 
     def _use_device(self, budget_bytes: int | None, working_bytes: int | None) -> None:
         """Have the device's memory be a pool, and part of it kept free."""
@@ -196,6 +198,7 @@ class Worker:
         private: bool = False,
         device: str | torch.device | None = None,
         keep_host: bool = True,
+        share_vram: bool | None = None,
     ) -> ModelHandle:
         """Return a handle on the module of `key`: claimed now, locked when it is entered.
 
@@ -221,6 +224,7 @@ class Worker:
                 parameters have no elements until the next lock, which asks the coordinator again
                 and may get newer weights. What was edited in place is lost then. A module of which
                 the device has only a part keeps them. The first load decides.
+            share_vram: as in `attach`, for this module. The first load decides.
 
         Raises:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
@@ -247,12 +251,14 @@ class Worker:
                 "keep_host=False goes with shared weights and a device with memory of its own",
                 remedy="leave it out: these are the only ones there are",
             )
+        shares = self._share_vram if share_vram is None else share_vram
+        arguments.check_flag("share_vram", shares)
         if private:
             origin = dataclasses.replace(origin, kind="private")
         self._table.check_caller(waits=True)
         handle = ModelHandle(self._table, ask.key, ClaimId(next(self._table.ids)))
         handle._timeout_s = timeout_s
-        wish = Wish(ask, origin, skeleton, train, progress, private, where, keep_host)
+        wish = Wish(ask, origin, skeleton, train, progress, private, where, keep_host, shares)
         try:
             record = self._table.claim(handle._claim, wish, timeout_s)
         except BudgetExceeded as error:
@@ -291,6 +297,7 @@ class Worker:
         private: bool = False,
         device: str | torch.device | None = None,
         keep_host: bool = True,
+        share_vram: bool | None = None,
     ) -> Iterator[torch.nn.Module]:
         """Load and lock, for the length of a `with`. Arguments and errors as `load`."""
         handle = self.load(
@@ -305,6 +312,7 @@ class Worker:
             private=private,
             device=device,
             keep_host=keep_host,
+            share_vram=share_vram,
         )
         try:
             with handle as module:

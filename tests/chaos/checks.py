@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from coordinator.audit import AuditReport, audit
-from coordinator.ledger.state import RAM
 from coordinator.operator import Operator
 from shm_store.report import GenerationReport, StatusReport
+from shm_store.wire import RAM
 from tests.chaos import kernel
 from tests.chaos.host import Host
 from tests.chaos.watch import Violation, until
@@ -168,9 +168,9 @@ class Checks:
         )
 
     def _leases(self, books: StatusReport) -> None:
-        """Every key has one READY generation at most, and only workers lease anything."""
-        ready = Counter(one.key for one in books.generations if _is_ready(one))
-        if doubled := [key for key, count in ready.items() if count > 1]:
+        """A key has one READY generation at most in a pool, and only workers lease anything."""
+        ready = Counter((one.key, one.pool) for one in books.generations if _is_ready(one))
+        if doubled := [home for home, count in ready.items() if count > 1]:
             raise Violation(f"more than one READY generation of {doubled}")
         workers = {worker.pid for worker in self._host.connected}
         for one in books.generations:
@@ -190,10 +190,10 @@ class Checks:
         roles = {host.front: "front", host.supervisor: "supervisor"}
         roles[host.pid_of("coordinator")] = "coordinator"
         roles |= {worker.pid: "worker" for worker in host.connected}
-        there = set(kernel.processes(host.folder))
-        if there != set(roles):
-            return f"processes {[f'{pid}: {kernel.command(pid)}' for pid in there ^ set(roles)]}"
-        if zombies := kernel.zombies(there):
+        pids = set(kernel.processes(host.folder))
+        if pids != set(roles):
+            return f"processes {[f'{pid}: {kernel.command(pid)}' for pid in pids ^ set(roles)]}"
+        if zombies := kernel.zombies(pids):
             return f"zombies {zombies}"
         shared = [one for one in books.generations if not one.private]
         wanted = {
@@ -213,6 +213,10 @@ class Checks:
                 words = kinds.pop("weight-cache:words", 0)
                 if words > 1:
                     return f"the supervisor keeps {words} times words"
+                there = sum(_is_ready(one) and one.pool != RAM for one in shared)
+                said = kinds.pop("weight-cache:about", 0)
+                if said != there:
+                    return f"of {there} segments on devices the supervisor knows {said}"
             if kinds != self._fds.setdefault(role, kinds):
                 return f"{role} {pid} has the fds {kinds} instead of {self._fds[role]}"
         return self._memory(books, set(roles))

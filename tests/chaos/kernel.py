@@ -14,8 +14,9 @@ from tests.processes import fds_of, processes_with
 _SEGMENT = re.compile(r"/memfd:weight-cache:(?:sim:\d+:)?(\S+)")
 """A segment, or memory of the simulated device, which has the generation of its charge."""
 
-_WORDS = "words"
-"""The supervisor's memfd beside segments: what a coordinator remembers in words."""
+_WORDS = ("words", "about")
+"""The supervisor's memfds beside segments: what a coordinator remembers in words, and of what is
+on devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def process(pid: int) -> Process:
     segments = set()
     for target in fds_of(pid).values():
         found = _SEGMENT.match(target)
-        if found is not None and found[1] != _WORDS:
+        if found is not None and found[1] not in _WORDS:
             segments.add(found[1])
         else:
             kinds[_kind(target)] += 1
@@ -103,7 +104,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _kind(target: str) -> str:
-    for kind in ("pidfd", "socket:", "pipe:", "weight-cache:words"):
+    for kind in ("pidfd", "socket:", "pipe:", "weight-cache:words", "weight-cache:about"):
         if kind in target:
             return kind.strip(":")
     return target

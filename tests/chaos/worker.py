@@ -315,7 +315,9 @@ def attach() -> Worker:
     until_s = time.monotonic() + ATTACH_S
     while True:
         try:
-            return gpu_worker.attach(device=DEVICE, vram_budget=DEVICE_BYTES, patience=PATIENCE_S)
+            return gpu_worker.attach(
+                device=DEVICE, vram_budget=DEVICE_BYTES, share_vram=True, patience=PATIENCE_S
+            )
         except CoordinatorLost:
             if time.monotonic() > until_s:
                 raise
