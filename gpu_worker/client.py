@@ -288,13 +288,13 @@ class Client:
             while True:
                 match self._session.next(request):
                     case Ticket(_, gen):
+                        if made is not None:
+                            made.close()  # of a fill that ended with its connection: room for this
                         with self._lock:
                             if request.gen == gen:
                                 request.reserved = True
                                 self._connection.post(Reserve(gen, size_bytes))
                     case Space(gen):
-                        if made is not None:
-                            made.close()
                         made = make(gen)
                         with self._lock:
                             # Else it has ended with its connection: another ticket comes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from coordinator.ledger.state import LEASABLE, LOADER, RUNNING, Ledger, Request, State
+from shm_store.keys import version_fingerprint
+from shm_store.wire import RAM
 
 
 def violations(ledger: Ledger) -> list[str]:
@@ -18,7 +20,10 @@ def violations(ledger: Ledger) -> list[str]:
 
 
 def _one_generation_per_key(ledger: Ledger) -> list[str]:
-    """Law 2: at most one READY, and at most one fill that will become READY, in each pool."""
+    """Law 2: at most one READY, and at most one fill that will become READY, in each pool.
+
+    Rule 32: on a device nothing older is READY than on the host.
+    """
     found = []
     for (pool, key), siblings in ledger.by_home.items():
         if any(g.home != (pool, key) for g in siblings):
@@ -27,6 +32,11 @@ def _one_generation_per_key(ledger: Ledger) -> list[str]:
             found.append(f"{key!r} has two READY generations in {pool!r}")
         if sum(g.state in RUNNING and not g.doomed for g in siblings) > 1:
             found.append(f"{key!r} has two fills that would become READY in {pool!r}")
+        host, there = ledger.ready((RAM, key)), ledger.ready((pool, key))
+        if pool == RAM or host is None or there is None:
+            continue
+        if there.fingerprint != version_fingerprint(host.id):
+            found.append(f"{there.id} is READY in {pool!r}, and no copy of {host.id}")
     return found
 
 

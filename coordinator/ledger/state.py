@@ -167,6 +167,7 @@ class Generation:
         queued_s: since when its RESERVE waits for room.
         progressed_s: when the fill last came further.
         idle_s: since when nobody leases it.
+        died_pid: the last of those who ended without giving it back; 0 if nobody has.
     """
 
     id: GenerationId
@@ -187,6 +188,7 @@ class Generation:
     queued_s: float | None = None
     progressed_s: float = 0.0
     idle_s: float = 0.0
+    died_pid: int = 0
     leases: dict[SessionId, Lease] = field(default_factory=dict)
     askers: dict[tuple[SessionId, RequestId], Request] = field(default_factory=dict)
 

@@ -126,14 +126,14 @@ class Turn:
         if generation.leases:
             return
         generation.idle_s = self.now_s
+        if died:
+            generation.died_pid = self.ledger.sessions[session].pid
         if generation.private and died and generation.pool != RAM:
-            self.move(generation, State.FREEING)
-            pid = self.ledger.sessions[session].pid
-            self.do(Free(generation.id, generation.pool, pid))
+            self.free(generation)
         elif generation.private:
             self.remove(generation)
         elif generation.state is State.RETIRED:
-            self.settle_retired(generation, self.ledger.sessions[session].pid if died else 0)
+            self.settle_retired(generation)
 
     def lease(self, session: SessionId, lease: LeaseId, generation: Generation) -> None:
         """Count a lease that a session states. What was asked of it is asked again."""
@@ -218,10 +218,10 @@ class Turn:
             self._have_kept(generation)
         return generation
 
-    def settle_retired(self, generation: Generation, pid: int = 0) -> None:
+    def settle_retired(self, generation: Generation) -> None:
         """Free what is retired once nobody leases it, and nobody may turn out to have it."""
         if not generation.leases and not self.ledger.awaited:
-            self.free(generation, pid)
+            self.free(generation)
 
     def move(self, generation: Generation, state: State) -> None:
         """Change the state. Only moves in the table are allowed."""
@@ -258,14 +258,12 @@ class Turn:
         }
         self.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
 
-    def free(self, generation: Generation, pid: int = 0) -> None:
+    def free(self, generation: Generation) -> None:
         """Let go of a generation that nobody leases and nobody asks for.
 
         OPEN has no bytes and leaves at once, its loader with it. Everything else stays charged,
-        as FREEING, until the executor reports it gone.
-
-        Args:
-            pid: who had it last, and has ended: a device takes its time to have that back.
+        as FREEING, until the executor reports it gone. A device takes its time to have back what
+        an ended process had there.
         """
         assert not generation.leases and not generation.askers
         if generation.state is State.OPEN:
@@ -276,12 +274,12 @@ class Turn:
             self.unqueue(generation)
             self.remove(generation)
             return
-        owner_pid = self.ledger.owner_pid(generation)
+        pid = generation.died_pid or self.ledger.owner_pid(generation) or 0
         self.move(generation, State.FREEING)
         if generation.pool == RAM:
             self.do(Free(generation.id))
         else:
-            self.do(Free(generation.id, generation.pool, pid or owner_pid or 0))
+            self.do(Free(generation.id, generation.pool, pid))
 
     def remove(self, generation: Generation) -> None:
         """Take a generation off the table: FREED, private and ended, or never charged."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.ledger.state import Generation, Ledger, Request
-from shm_store.wire import Message
+from shm_store.keys import GenerationId
+from shm_store.wire import RAM, Acquire, Message
 from tests.exploration.model import System
 from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
@@ -29,7 +30,9 @@ def canonical(system: System) -> tuple[Any, ...]:
         tuple((kind, gens[gen]) for kind, gen in sorted(host.jobs)),
         tuple((gens[gen], *steps) for gen, steps in sorted(host.loaders.items())),
         tuple(
-            (gens[gen], made) for gen, made in host.bytes_from.items() if gen in ledger.generations
+            (gens[gen], gens.get(made, made))
+            for gen, made in host.bytes_from.items()
+            if gen in ledger.generations
         ),
         tuple(sorted(host.files.items())),
         tuple(sorted(host.last_asked.items())),
@@ -43,24 +46,37 @@ def canonical(system: System) -> tuple[Any, ...]:
     )
 
 
-def _generations(system: System) -> Iterable[str]:
+def _generations(system: System) -> Iterable[GenerationId]:
     known = set(system.host.ledger.generations) | set(system.host.loaders)
     known |= {gen for _, gen in system.host.jobs} | set(system.host.store)
     known |= set(system.host.draining)
     known |= set(system.host.ready.values())
+    known |= {
+        _copied(generation.fingerprint)
+        for generation in system.host.ledger.generations.values()
+        if generation.pool != RAM and not generation.private
+    }
     for worker in system.workers:
         known |= {mapping.gen for mapping in worker.mappings}
         known |= set(worker.table)
         known |= {item[1].gen for item in worker.keeper}
         known |= {request.gen for request in worker.requests.values() if request.gen}
         known |= {m.gen for m in (*worker.to, *worker.out) if hasattr(m, "gen")}
+        asked = [m for m in (*worker.out, *worker.said) if isinstance(m, Acquire)]
+        known |= {GenerationId(m.version) for m in asked if m.pool != RAM}
         for thread in worker.threads:
             known |= {gen for gen, _ in thread.charges}
             known |= {resident.gen for resident in thread.residents.values()}
+            known |= {one.copy_of for one in thread.residents.values() if one.copy_of}
             if thread.gen:
                 known.add(thread.gen)
         known |= {record.generation for record in _records(worker)}
     return known
+
+
+def _copied(fingerprint: str) -> GenerationId:
+    """Return the generation that memory on a device with this fingerprint is a copy of."""
+    return GenerationId(fingerprint.removeprefix("build:"))
 
 
 def _records(worker: Worker) -> list[Any]:
@@ -121,7 +137,7 @@ def _generation(
     return (
         gens[generation.id],
         generation.key,
-        generation.fingerprint,
+        gens.get(_copied(generation.fingerprint), generation.fingerprint),
         generation.pool,
         generation.state.value,
         (owner.session, ranks[owner.session][owner.rid]) if isinstance(owner, Request) else owner,
@@ -163,6 +179,7 @@ def _worker(worker: Worker, gens: dict[str, int], ranks: dict[int, int]) -> tupl
                 gens.get(r.gen or ""),
                 r.reserved,
                 r.space,
+                r.private,
                 tuple(gens[g] for g in r.retires if g in gens),
             )
             for r in worker.requests.values()
@@ -216,7 +233,15 @@ def _thread(
         tuple((key, numbers.get(id(m))) for key, m in sorted(thread.kept.items())),
         tuple((gens[gen], ranks[lease]) for gen, lease in thread.charges),
         tuple(
-            (key, gens[one.gen], ranks[one.lease], one.size, one.locked, one.wanted)
+            (
+                key,
+                gens[one.gen],
+                ranks[one.lease],
+                one.size,
+                gens.get(one.copy_of or ""),
+                one.locked,
+                one.wanted,
+            )
             for key, one in sorted(thread.residents.items())
         ),
     )
@@ -230,6 +255,8 @@ def _message(message: Message, gens: dict[str, int], ranks: dict[int, int]) -> t
             value = gens[value]
         elif name in ("rid", "lease"):
             value = ranks[value]
+        elif name == "version":
+            value = gens.get(value, value)
         elif name in ("cause", "timeout_s", "fingerprint"):
             continue
         fields.append(value)

@@ -127,7 +127,8 @@ class Host:
             # The name of the source stands for the state of the file as the asker opened it.
             fingerprint = message.source
         known = self.ledger.sessions.get(session)
-        if isinstance(message, Acquire) and known is not None and message.rid > known.last_rid:
+        on_host = isinstance(message, Acquire) and message.pool == RAM
+        if on_host and known is not None and message.rid > known.last_rid:
             self.last_asked[message.key] = fingerprint or f"build:{message.version}"
         asked = self.workers[session].requests.get(getattr(message, "rid", 0))
         if isinstance(message, Invalidate) and asked is not None:
@@ -160,7 +161,8 @@ class Host:
         invalidates = isinstance(event, Said) and isinstance(event.message, Invalidate)
         may_doom = invalidates or isinstance(event, SealRefused | Disconnected | Resumed)
         for generation in wanted:
-            last = generation.fingerprint == self.last_asked.get(generation.key)
+            asked = self.last_asked.get(generation.key)
+            last = generation.pool == RAM and generation.fingerprint == asked
             if generation.doomed and last and not may_doom:
                 raise Violation(f"{generation.id} is doomed, and is what was asked for last")
         for key, old in ready.items():
@@ -277,9 +279,8 @@ class Host:
 
     def _is_sealed(self, gen: GenerationId) -> None:
         generation = self.ledger.generations[gen]
-        self.sealed[gen] = Offer(
-            gen, 0, generation.key, generation.fingerprint, generation.size_bytes
-        )
+        facts = (generation.key, generation.fingerprint, generation.size_bytes)
+        self.sealed[gen] = Offer(gen, 0, *facts, pool=generation.pool)
 
     def _job(self, kind: str, gen: GenerationId) -> None:
         self.jobs.append((kind, gen))

@@ -115,6 +115,9 @@ class System:
             for mapping in worker.mappings if states else ():
                 if mapping.gen not in leases:
                     found.append(f"{session} maps {mapping.gen} without a lease")
+            for _, resident in worker._residents() if states else ():
+                if resident.gen not in leases:
+                    found.append(f"{session} has {resident.gen} on a device without a lease")
             for thread in worker.threads:
                 filled = ledger.generations.get(thread.gen) if thread.phase == "fill" else None
                 gone = filled is None or filled.state is State.FREEING
@@ -155,8 +158,10 @@ class System:
         """
         if self.host.lives > 1 or "vram" not in self.host.ledger.pools:
             return []
-        there = {one.gen: one.size for worker in self.workers for _, one in worker._residents()}
-        taken = sum((there | self.host.draining).values())
+        there = dict(self.host.draining)
+        for worker in self.workers:
+            there |= worker.on_device()
+        taken = sum(there.values())
         charged = self.host.ledger.pools["vram"].in_use_bytes
         return [f"{taken} bytes are on the device, {charged} by the books"] * (taken > charged)
 

@@ -200,7 +200,7 @@ def _unmaps_only(self: Worker) -> None:
     _collect(self)
 
 
-def _nobody(*_: Any) -> list[Any]:
+def _nobody(*_: Any, **__: Any) -> list[Any]:
     return []
 
 
@@ -324,6 +324,14 @@ def _names_by_key(self: Worker) -> Any:
         ready = self.host.ledger.ready(offer.home)
         if ready is not None:
             yield replace(offer, gen=ready.id)
+
+
+def _states_nothing_on_devices(self: Worker) -> Any:
+    return (offer for offer in _stated_maps(self) if offer.pool == RAM)
+
+
+def _takes_any_copy(turn: Turn, request: Any, *, doomed: bool, deaths: int) -> Any:
+    return _seat(turn, request, doomed=doomed and request.pool == RAM, deaths=deaths)
 
 
 def _states_nothing_retired(self: Worker) -> Any:
@@ -623,6 +631,38 @@ MUTANTS = [
         Worker,
         "_stated_maps",
         _states_nothing_retired,
+    ),
+    Mutant(
+        32,
+        "a copy on a device stays READY though newer weights are",
+        "a copy on a device, and newer weights",
+        lifecycle,
+        "retire_copies",
+        _nobody,
+    ),
+    Mutant(
+        32,
+        "a copy of what is not READY any more is READY",
+        "a copy on a device, and newer weights",
+        admission,
+        "seat",
+        _takes_any_copy,
+    ),
+    Mutant(
+        32,
+        "an idle copy stays though it is invalidated",
+        "a copy on a device is invalidated",
+        Thread,
+        "offload",
+        _stays_though_it_was_asked_for,
+    ),
+    Mutant(
+        32,
+        "a lease on a copy on a device is not stated",
+        "crash: a copy on a device",
+        Worker,
+        "_stated_maps",
+        _states_nothing_on_devices,
     ),
     Mutant(
         25,

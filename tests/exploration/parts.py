@@ -49,6 +49,7 @@ class Op:
     what: use (claim a module and end that), hold and end (the same in two steps), state and drop
     (tensors of its own), charge and uncharge, lock and unlock (bring a module to a device, where it
     stays until it is asked for), evict, invalidate, limit, pin, unpin, shutdown.
+    shared: what is locked lies there in memory that all processes have, and was claimed before.
     """
 
     what: str
@@ -58,6 +59,7 @@ class Op:
     prefetch: bool = False
     pool: str = "ram"
     size: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,26 @@ class Mapping:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A module of one thread on a device, by a charge; `wanted`: it leaves once it is unlocked."""
+    """A module of one thread on a device, by a charge, or by a lease on a copy of `copy_of`.
+
+    Attributes:
+        wanted: it leaves once it is unlocked; "stale" if there are newer weights.
+    """
 
     gen: GenerationId
     lease: int
     size: int
+    copy_of: GenerationId | None = None
     locked: bool = True
-    wanted: bool = False
+    wanted: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A request in its worker. `thread` is who waits for it, if anybody still does.
 
-    `retires` are the generations of the key at the moment an INVALIDATE arrived.
+    `retires` are the generations of the key at the moment an INVALIDATE arrived; `private` that it
+    is a CHARGE.
     """
 
     rid: int
@@ -129,6 +137,7 @@ class Request:
     reserved: bool = False
     space: bool = False
     retires: tuple[GenerationId, ...] = ()
+    private: bool = False
 
 
 WAITING = ("asked", "flight", "done")

@@ -29,7 +29,7 @@ def drawn(seed: int, chance: random.Random) -> World:
     """Return a random world. Programs end, and end what they began.
 
     In every third, those who lose the connection come back, and coordinators may die. In every
-    fifth, modules come to a device.
+    fifth, modules come to a device, and in every fifth to memory there that all processes share.
     """
     keys = "abcdef"[: chance.randint(1, 6)]
     pools = {"ram": 100, "vram": 100}
@@ -43,6 +43,8 @@ def drawn(seed: int, chance: random.Random) -> World:
     faults = {name: chance.randint(1, 3) for name in names if chance.random() < 0.4}
     slow = frozenset(job for job in ("back", "seal", "free", "load") if chance.random() < 0.7)
     sizes = {key: chance.randint(1, 11) * 10 for key in keys}
+    if seed % 5 == 2:
+        programs = _shared(programs, sizes, random.Random(-1 - seed))
     if seed % 3:
         return World("drawn", programs, sizes, pools, slow, faults)
     more = random.Random(-seed)  # of its own, so that the other seeds stay what they were
@@ -66,6 +68,32 @@ def _on_device(
         )
         for threads in programs
     )
+
+
+def _shared(
+    programs: tuple[tuple[Program, ...], ...], sizes: dict[str, int], more: random.Random
+) -> tuple[tuple[Program, ...], ...]:
+    """Have threads lock what they hold on a device, and more, and let go of it in the end."""
+    return tuple(
+        tuple(_sharing(program, sizes, more) for program in threads) for threads in programs
+    )
+
+
+def _sharing(program: Program, sizes: dict[str, int], more: random.Random) -> Program:
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.what == "hold":
+            ops += [op, *_locks_shared(op.key, sizes)]
+        elif op.what == "use" and more.random() < 0.5:
+            held = Op("hold", op.key, op.fingerprint, op.build)
+            ops += [held, *_locks_shared(op.key, sizes) * more.randint(1, 2), Op("end", op.key)]
+        else:
+            ops.append(op)
+    return Program(tuple(ops))
+
+
+def _locks_shared(key: str, sizes: dict[str, int]) -> list[Op]:
+    return [Op("lock", key, pool="vram", size=sizes[key], shared=True), Op("unlock", key)]
 
 
 def _locks(more: random.Random) -> list[Op]:

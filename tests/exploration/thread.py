@@ -74,6 +74,13 @@ class Thread:
             return worker.may_ask(op)
         return True
 
+    @property
+    def copy_of(self) -> GenerationId | None:
+        """Return the generation whose bytes it brings to a device that all processes share."""
+        if not self.op.shared or self.op.key not in self.claims:
+            return None
+        return self.worker.records._claims[ClaimId(self.claims[self.op.key])][0].generation
+
     def ask_again(self) -> None:
         """Ask for what it waits for over another connection."""
         if self.op.what in ("use", "hold", "state"):
@@ -113,10 +120,11 @@ class Thread:
                 self._start(op)
             case "build":
                 worker.requests[self.rid].reserved = True
-                worker.send(Reserve(self.gen, worker.host.world.sizes[op.key]))
+                size = op.size if op.shared else worker.host.world.sizes[op.key]
+                worker.send(Reserve(self.gen, size))
                 self.phase = "asked"
             case "fill":
-                worker.host.bytes_from[self.gen] = op.fingerprint
+                worker.host.bytes_from[self.gen] = self.copy_of or op.fingerprint
                 worker.send(Commit(self.gen))
                 self.phase = "asked"
             case "granted":
@@ -187,13 +195,21 @@ class Thread:
                 raise AssertionError(what)
 
     def _lock(self, op: Op) -> None:
-        resident = self.residents.get(op.key)
-        if resident is None:
-            rid = self.worker.next_rid()
-            self.worker.ask(Charge(rid, op.pool, op.key, op.size, FOREVER_S), self)
-        else:
+        resident, copy_of = self.residents.get(op.key), self.copy_of
+        if op.shared and copy_of is None:
+            self.next()  # there is nothing to be locked: its load has failed
+            return
+        if resident is not None and resident.copy_of == copy_of:
             resident.locked = True
             self.next()
+            return
+        if resident is not None:
+            self.offload(resident)
+        rid = self.worker.next_rid()
+        if copy_of is None or self.worker.shares(copy_of):
+            self.worker.ask(Charge(rid, op.pool, op.key, op.size, FOREVER_S), self)
+        else:
+            self.worker.ask(Acquire(rid, op.key, None, copy_of, FOREVER_S, pool=op.pool), self)
 
     def offload(self, resident: Resident) -> None:
         """Take a module from its device, and give the room back."""

@@ -20,6 +20,7 @@ from shm_store.wire import (
     Abort,
     Ack,
     Cancel,
+    Charge,
     Commit,
     Done,
     Fail,
@@ -96,6 +97,14 @@ class Worker:
             mapping.key == op.key and mapping.asked == "room" for _, mapping, *_ in self.keeper
         )
 
+    def shares(self, copy_of: GenerationId) -> bool:
+        """Say whether a thread has memory on the device that is a copy of this, or waits for it."""
+        there = any(resident.copy_of == copy_of for _, resident in self._residents())
+        return there or any(
+            thread.phase != "start" and thread.op.what == "lock" and thread.copy_of == copy_of
+            for thread in self.threads
+        )
+
     def next_rid(self) -> int:
         self.rids += 1
         return self.rids
@@ -103,6 +112,7 @@ class Worker:
     def ask(self, message: Any, thread: Thread | None) -> None:
         """Send a request that `thread` waits for, if any does."""
         request = Request(message.rid, None if thread is None else thread.index)
+        request.private = isinstance(message, Charge)
         if thread is not None:
             thread.phase, thread.rid = "asked", message.rid
         if not self.connected:
@@ -181,7 +191,9 @@ class Worker:
             self._answered(request, "charged")
             return
         if thread is not None and thread.op.what == "lock":
-            thread.residents[thread.op.key] = Resident(gen, request.rid, thread.op.size)
+            copy_of = None if request.private else thread.copy_of
+            resident = Resident(gen, request.rid, thread.op.size, copy_of)
+            thread.residents[thread.op.key] = resident
             self._answered(request, "charged")
             return
         mapping = self.table.get(gen)
@@ -225,8 +237,8 @@ class Worker:
         """A charge is held by its thread until that is done with it; on a device, while locked."""
         for thread, resident in self._residents():
             if (resident.gen, resident.lease) == (gen, lease):
-                resident.wanted = asked == "room" and resident.locked
-                if asked == "room" and not resident.locked:
+                resident.wanted = asked if asked != "idle" else ""
+                if resident.wanted and not resident.locked:
                     thread.offload(resident)
                 elif asked:
                     self.send(Ack(gen, lease, asked, asked == "idle" and not resident.locked))
@@ -330,13 +342,21 @@ class Worker:
 
     def do_die(self) -> None:
         self.alive = False
-        for _, resident in self._residents():
-            self.host.draining[resident.gen] = resident.size
+        self.host.draining |= self.on_device()
         self.to, self.keeper = [], []
         self.table, self.mappings, self.records = {}, [], Records()
         self.requests, self.flights, self.said = {}, {}, []
         for thread in self.threads:
             thread.end()
+
+    def on_device(self) -> dict[GenerationId, int]:
+        """Return the bytes of every generation that it has on the device, or fills there."""
+        there = {resident.gen: resident.size for _, resident in self._residents()}
+        for request in self.requests.values():
+            thread = None if request.thread is None else self.threads[request.thread]
+            if request.space and request.gen and thread is not None and thread.op.shared:
+                there[request.gen] = thread.op.size
+        return there
 
     def can_disconnect(self) -> Iterator[Action]:
         if self.alive and self.connected:
@@ -366,7 +386,7 @@ class Worker:
         fills, committed = [], []
         for request in waiting:
             thread = None if request.thread is None else self.threads[request.thread]
-            if thread is not None and request.space:
+            if thread is not None and request.space and not thread.op.shared:
                 request.rid = thread.rid = self.next_rid()
                 self.requests[request.rid] = request
                 fills.append(self._stated_fill(request, thread))
@@ -380,7 +400,7 @@ class Worker:
         for gen in committed:
             self.send(Commit(gen))
         for request in waiting:
-            if request.thread is not None and not request.space:
+            if request.thread is not None and request not in self.requests.values():
                 self.threads[request.thread].ask_again()
 
     def _stated_maps(self) -> Iterator[Offer]:
@@ -388,6 +408,10 @@ class Worker:
             mapping = self.table.get(gen) or next(m for m in self.mappings if m.gen == gen)
             stale = mapping.asked == "stale"
             yield replace(self.host.sealed[gen], lease=mapping.lease, stale=stale)
+        for _, one in self._residents():
+            if one.copy_of is not None:
+                stale = one.wanted == "stale"
+                yield replace(self.host.sealed[one.gen], lease=one.lease, stale=stale)
 
     def _stated_fill(self, request: Request, thread: Thread) -> Offer:
         op, gen = thread.op, request.gen
@@ -404,8 +428,10 @@ class Worker:
 
         for thread in self.threads:
             for key, resident in thread.residents.items():
-                yield HeldCharge(resident.gen, resident.lease, "vram", key, resident.size)
-                resident.wanted = False
+                if resident.copy_of is None:
+                    yield HeldCharge(resident.gen, resident.lease, "vram", key, resident.size)
+                if resident.wanted == "room":
+                    resident.wanted = ""
 
     def can_unmapped(self) -> Iterator[Action]:
         if self.alive and self.to and isinstance(self.to[0], Grant):
@@ -472,6 +498,10 @@ class Worker:
 
     def check_invalidated(self, key: str, retired: tuple[GenerationId, ...]) -> None:
         """Rule 9: once INVALIDATE is answered, no process hands the retired generations out."""
+        for _, resident in self._residents():
+            told = any(isinstance(m, Revoke) and m.gen == resident.gen for m in self.to)
+            if resident.gen in retired and not (resident.locked or told) and self.connected:
+                raise Violation(f"{self.session} still has {resident.gen} of {key!r} at hand")
         record = self.records._current.get(key)
         if self.connected and record is not None and record.generation in retired:
             # Who was granted it meanwhile hears of it right behind the GRANT; who comes back after

@@ -398,6 +398,86 @@ SMALL += [
 """Modules that come to a device when they are locked, and stay until somebody lacks the room."""
 
 
+def _shared(key: str, *between: Op, size: int = 60, **facts: Any) -> tuple[Op, ...]:
+    """Claim a module, lock it on a device where all processes share its memory, and let go."""
+    lock = op("lock", key, pool="vram", size=size, shared=True)
+    return (op("hold", key, **facts), lock, *between, op("unlock", key), op("end", key))
+
+
+SMALL += [
+    World(
+        "two share a copy on a device",
+        ((once(*_shared("a")),), (once(*_shared("a")),)),
+        A,
+        limits=DEVICE,
+        slow=frozenset({"seal"}),
+        faults={"unsealed": 1},
+    ),
+    World(
+        "who fills a copy on a device dies, is lost, or gives up",
+        ((once(*_shared("a")),), (once(*_shared("a")),)),
+        A,
+        limits=DEVICE,
+        faults={"die": 1, "cancel": 1},
+    ),
+    World(
+        "who fills a copy on a full device loses its connection, and comes back",
+        ((once(*_shared("a")),), (once(*_shared("a")),)),
+        A,
+        limits=DEVICE,
+        faults={"disconnect": 1},
+        resumes=True,
+    ),
+    World(
+        "two copies take turns on a device, for ever",
+        ((loop(*_shared("a")),), (loop(*_shared("b")),)),
+        {"a": 30, "b": 30},
+        limits=DEVICE,
+        slow=frozenset({"free"}),
+    ),
+    World(
+        "a copy on a device, and newer weights",
+        (
+            (once(*_shared("a", fingerprint="v1", build=True)),),
+            (once(op("hold", "a", fingerprint="v2", build=True)),),
+        ),
+        {"a": 30},
+        limits=DEVICE,
+    ),
+    World(
+        "a copy on a device is invalidated",
+        ((once(*_shared("a", size=30)),), (once(op("invalidate", "a"), *_shared("a", size=30)),)),
+        {"a": 30},
+        limits=DEVICE,
+    ),
+    World(
+        "two modules of one process on a device",
+        ((once(*_shared("a", size=40)), once(*_shared("a", size=40))),),
+        {"a": 30},
+        limits=DEVICE,
+    ),
+]
+"""Memory of a device that all processes share."""
+
+LARGE += [
+    World(
+        "a copy on a device, and a newer one",
+        (
+            (once(*_shared("a", fingerprint="v1", build=True)),),
+            (once(*_shared("a", fingerprint="v2", build=True)),),
+        ),
+        {"a": 30},
+        limits=DEVICE,
+    ),
+    World(
+        "a copy that one process has twice, and another needs the room",
+        ((once(*_shared("a", size=40)), once(*_shared("a", size=40))), (once(*_shared("b")),)),
+        {"a": 30, "b": 30},
+        limits=DEVICE,
+    ),
+]
+
+
 def _crash(name: str, *programs: Any, **facts: Any) -> World:
     """A world whose coordinator dies once, at any moment, and whose workers come back."""
     faults = {"crash": 1, **facts.pop("faults", {})}
@@ -464,6 +544,19 @@ RESTARTS = [
         slow=frozenset({"free"}),
     ),
     _crash(
+        "crash: a copy on a device",
+        (once(*_shared("a")),),
+        (once(*_shared("a")),),
+        limits=DEVICE,
+        slow=frozenset({"seal"}),
+    ),
+    _crash(
+        "crash without a store: a copy on a device",
+        (once(*_shared("a")),),
+        limits=DEVICE,
+        store=False,
+    ),
+    _crash(
         "crash: charges",
         (once(op("charge", size=60), op("uncharge")),),
         (once(use("a")),),
@@ -521,6 +614,20 @@ LARGE += [
         (once(use("a"), op("invalidate", "a")),),
         sizes={"a": 30},
         store=False,
+    ),
+    _crash(
+        "crash without a store: two share a copy on a device",
+        (once(*_shared("a")),),
+        (once(*_shared("a")),),
+        limits=DEVICE,
+        store=False,
+    ),
+    _crash(
+        "crash: a copy on a device, and newer weights",
+        (once(*_shared("a", fingerprint="v1", build=True)),),
+        (once(op("hold", "a", fingerprint="v2", build=True)),),
+        sizes={"a": 30},
+        limits=DEVICE,
     ),
     _crash(
         "crash: two versions",

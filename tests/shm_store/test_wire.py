@@ -61,6 +61,7 @@ SIZES = {
     wire.Reserve: PAGES,
     wire.Charge: PAGES,
     wire.HeldCharge: PAGES,
+    wire.HeldOnDevice: PAGES,
     wire.CopiedPages: PAGES,
 }
 
