@@ -275,7 +275,7 @@ class Client:
         request = Request(key, timeout_s, left_s, patience_s, kind="share", charge=charge)
         charge.key, charge.pool, charge.size_bytes = key, pool, size_bytes
         made: DeviceSegment | None = None
-        if self.leases.shares(pool, key):
+        if self.leases.shares(charge):
             # Whoever had it may just be leaving; and who was asked for it lets go before he asks.
             self._settle_first(request)
         with self._lock:

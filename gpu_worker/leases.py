@@ -196,15 +196,17 @@ class Leases:
 
         A process has one lease on it, so only one can have it. The caller has the lock.
         """
-        if self.shares(charge.pool, charge.key):
+        if self.shares(charge):
             return False
         charge.shared = True
         self._shared.append(charge)
         return True
 
-    def shares(self, pool: str, key: Key) -> bool:
-        """Say whether something here has such memory of a key, or is about to, or has not left."""
-        return any((one.pool, one.key) == (pool, key) for one in list(self._shared))
+    def shares(self, charge: Charge) -> bool:
+        """Say whether something here has memory like this, or is about to, or has not left it."""
+        return any(
+            (one.pool, one.copy_of) == (charge.pool, charge.copy_of) for one in list(self._shared)
+        )
 
     def discharge(self, charge: Charge) -> None:
         """Give private memory back, which is free by now. Safe in a finalizer: only enqueues.
