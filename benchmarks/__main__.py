@@ -68,7 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     swap.add_argument("--constructions", type=int, default=60, help="that wait for uploads")
     swap.set_defaults(run=_swap)
 
-    for command in (attach, memory, death, start, lock, scale, swap):
+    restart = commands.add_parser("restart", help="until a killed process answers again")
+    _sized(restart, 1000, 60)
+    restart.add_argument("--rounds", type=int, default=7, help="kills before each kind of restart")
+    restart.set_defaults(run=_restart)
+
+    share = commands.add_parser("share", help="locking what another process has on the device")
+    _sized(share, 1000, 60)
+    share.add_argument("--rounds", type=int, default=25)
+    share.set_defaults(run=_share)
+
+    for command in (attach, memory, death, start, lock, scale, swap, restart, share):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -80,7 +90,7 @@ def _sized(command: argparse.ArgumentParser, size_mb: int, tensors: int) -> None
         "--warm-mb", type=int, default=3072, help="memory to write and free before measuring"
     )
     command.add_argument(
-        "--skip", action="append", default=[], metavar="PEER", help="leave a peer out, by name"
+        "--skip", action="append", default=[], metavar="NAME", help="leave a peer or model out"
     )
 
 
@@ -151,6 +161,34 @@ def _swap(options: argparse.Namespace) -> Outcome:
             options.rounds,
             options.constructions,
             options.warm_mb << 20,
+        )
+    )
+
+
+def _restart(options: argparse.Namespace) -> Outcome:
+    from benchmarks import restart
+
+    return restart.run(
+        restart.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.rounds,
+            options.warm_mb << 20,
+            options.skip,
+        )
+    )
+
+
+def _share(options: argparse.Namespace) -> Outcome:
+    from benchmarks import share
+
+    return share.run(
+        share.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.rounds,
+            options.warm_mb << 20,
+            options.skip,
         )
     )
 

@@ -14,6 +14,7 @@ from benchmarks.rows import Claim, Row, interleave, percentile
 
 ROOT = Path(__file__).parents[2]
 ROW_FIELDS = {"case", "ours", "floor", "peers", "ratio_to_floor", "ratio_to_best_peer"}
+MINILM = "all-MiniLM-L6-v2"
 LOAD_FILE = "safetensors load_file"
 OTHERS = (
     "torch.load(mmap=True)",
@@ -118,6 +119,36 @@ def test_scale_compares_with_a_bare_loop_and_with_few_keys():
     assert "30 keys, 70 sessions" in latency["case"]
     assert 0 < latency["floor"] < 1
     assert claims(latency)["times as long as with few"] == pytest.approx(latency["ratio_to_floor"])
+
+
+@pytest.mark.process
+def test_restart_finds_what_is_kept_and_moves_nothing_of_it():
+    """`restart --json`: weights kept on the device, on the host, on disk; and a peer's."""
+    kept, host, disk = run(
+        *("restart", "--size-mb", "4", "--tensors", "4", "--warm-mb", "0"),
+        *("--rounds", "1", "--skip", MINILM),
+    )
+    for row in (kept, host, disk):
+        assert 0 < row["floor"] < row["beside"]["from exec to the first answer_s"]
+        assert 0 < row["ours"] < row["beside"]["from exec to the first answer_s"]
+        assert set(row["peers"]) == {f"{LOAD_FILE}, and a copy"}
+    moved = "of the weights moved to the device, at most_bytes"
+    assert kept["beside"][moved] == 0 == claims(kept)["bytes of the weights moved, at most"]
+    assert host["beside"][moved] == disk["beside"][moved] == pytest.approx(4e6, rel=0.05)
+
+
+@pytest.mark.process
+def test_share_moves_nothing_and_is_compared_with_a_host_attach():
+    """`share --json`: a model of few and one of many tensors that another process has there."""
+    rows = run(
+        *("share", "--size-mb", "4", "--tensors", "4", "--warm-mb", "0"),
+        *("--rounds", "2", "--skip", MINILM),
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert 0 < row["ours"] < 10 and 0 < row["floor"] < 10
+        assert claims(row)["first lock / host attach"] == pytest.approx(row["ratio_to_floor"])
+        assert claims(row)["bytes of the weights moved"] == 0
 
 
 def test_interleave_takes_one_sample_of_each_per_round():
