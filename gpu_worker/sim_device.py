@@ -276,9 +276,7 @@ class _Pages:
         """Have the pages that another has made, and return their map. As `make`."""
         self.fd = os.dup(fd)
         self.address = mapping.reserve_range(self.size_bytes)
-        buffer = mapping.map_sealed(self.fd, self.size_bytes, self.address)
-        self.populate(0, self.size_bytes)
-        return buffer
+        return mapping.map_sealed(self.fd, self.size_bytes, self.address)
 
     def unmake(self) -> None:
         """Give back what there is of pages that nobody uses yet. `give_back` has no more to do."""

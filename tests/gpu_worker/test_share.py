@@ -67,9 +67,8 @@ def share(coordinator, client):
 
     def ask(make=Memory, copy_of=HOST):
         charge = Charge(copy_of=copy_of)
-        return coordinator.call(
-            client.share, charge, Key("a"), POOL, SIZE_BYTES, make, None
-        ), charge
+        facts = (charge, Key("a"), POOL, SIZE_BYTES, make, WAIT_S)
+        return coordinator.call(client.share, *facts), charge
 
     return ask
 

@@ -205,6 +205,7 @@ def test_newer_weights_take_its_place(served, worker, operator, device, key):
         with newer as other:
             assert (other(torch.ones(1, SIDE)) == 2.0 * SIDE + 2.0).all()
             assert right(module)
+            assert [one.private for one in there(operator, device)] == [False]
     del module, other
     worker.flush()
     wait_until(lambda: len(there(operator, device)) == 1)
