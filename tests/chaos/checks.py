@@ -17,6 +17,7 @@ from shm_store.wire import RAM
 from tests.chaos import kernel
 from tests.chaos.host import Host
 from tests.chaos.watch import Violation, until
+from tests.chaos.weights import STEADY
 from tests.chaos.worker import FAULTS
 
 QUIET_S = 60.0
@@ -168,11 +169,19 @@ class Checks:
         )
 
     def _leases(self, books: StatusReport) -> None:
-        """A key has one READY generation at most in a pool, and only workers lease anything."""
+        """A key has one READY generation at most in a pool, and only workers lease anything.
+
+        Of what every worker has locked from first to last there is one, also on their device.
+        """
         ready = Counter((one.key, one.pool) for one in books.generations if _is_ready(one))
         if doubled := [home for home, count in ready.items() if count > 1]:
             raise Violation(f"more than one READY generation of {doubled}")
         workers = {worker.pid for worker in self._host.connected}
+        there = [one for one in books.generations if one.key == STEADY.key and one.pool != RAM]
+        if [(one.private, {lease.pid for lease in one.leases}) for one in there] != [
+            (False, workers)
+        ]:
+            raise Violation(f"on the device, all workers are to have one copy: {there}")
         for one in books.generations:
             if strange := {lease.pid for lease in one.leases} - workers:
                 raise Violation(f"{one.key} is leased to {strange}, who are no workers")

@@ -52,6 +52,7 @@ _SENDS = "shm_store.channel:Channel.send"
 _HEARS = "shm_store.channel:Channel.receive"
 _REPLIES = "coordinator.connection:Connection.send"
 _STORE = "coordinator.store:Store"
+_SERVER = "coordinator.server:Server"
 _KEEPS = "coordinator.fd_store:FdStore"
 _HOST = "coordinator.coordinator_host:CoordinatorHost"
 _STARTS = "coordinator.workers:Workers"
@@ -83,6 +84,10 @@ FAILPOINTS = (
     Failpoint(
         "worker", "off the device, before RELEASE", "gpu_worker.block:Memory.free", "after", nth=3
     ),
+    Failpoint("worker", "made for all, nothing in it", f"{_SIM}Device.make_segment", "after"),
+    Failpoint("worker", "in the upload for all", f"{_SIM}Segment.fill", "after"),
+    Failpoint("worker", "granted for all, not mapped", f"{_SIM}Device.open_segment", "before"),
+    Failpoint("worker", "mapped for all, nobody minds it", f"{_SIM}Device.open_segment", "after"),
     Failpoint("worker", "before RESUME", _STATE, "before", provoked_by="kill coordinator"),
     Failpoint(
         "worker", "in RESUME", _POST, "after", "HeldMap", nth=2, provoked_by="kill coordinator"
@@ -135,6 +140,13 @@ FAILPOINTS = (
     Failpoint("coordinator", "backed, no SPACE yet", "shm_store.segment:fix_size", "after"),
     Failpoint("coordinator", "before the seal", "coordinator.segment_table:seal", "before"),
     Failpoint("coordinator", "sealed, not stored", "coordinator.segment_table:seal", "after"),
+    Failpoint("coordinator", "given memory of a device", f"{_SERVER}._deposit", "after"),
+    Failpoint(
+        "coordinator", "before it freezes that", "coordinator.device_memory:freeze_memory", "before"
+    ),
+    Failpoint(
+        "coordinator", "frozen, not stored", "coordinator.device_memory:freeze_memory", "after"
+    ),
     Failpoint(
         "coordinator", "while freeing", "coordinator.segment_table:SegmentTable.take", "after"
     ),
