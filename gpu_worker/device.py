@@ -5,7 +5,7 @@ Rules:
 - A device has one name and one object in a process: who compares devices compares names, index
   and all. `cuda:1` is not `cuda:0`.
 - Nothing here charges: a block is allocated after its bytes were, and its charge ends after `free`.
-- Only `cuda_device` knows CUDA, and only `sim_device` knows how a device is simulated.
+- Only `cuda_*` files know CUDA, and only `sim_device` knows how a device is simulated.
 
 | name | is | its memory |
 | --- | --- | --- |

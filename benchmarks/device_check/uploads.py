@@ -1,6 +1,6 @@
 """How fast bytes come to the device, by each way that there is, beside a pinned copy of as many.
 
-The ways are those of `gpu_worker.cuda_device`, made of the same parts and in the same sizes. What
+The ways are those of `gpu_worker.cuda_uploads`, made of the same parts and in the same sizes. What
 is pinned once, as the floor is, no process could afford for weights.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.device_check.checks import Found, Missed, Skipped
 from benchmarks.device_check.models import Large
 from benchmarks.device_check.place import Place
 from benchmarks.rows import interleave, medians
-from gpu_worker import cuda_device, mapping
+from gpu_worker import cuda_device, cuda_uploads, mapping
 from gpu_worker.block import Piece
 from gpu_worker.residency import PASS_BYTES
 from shm_store.layout import PAGE_BYTES, round_up
@@ -33,7 +33,7 @@ REGISTERED = "registered"
 
 LEAST = 0.9
 """Of the speed of a pinned copy."""
-LEAST_BYTES = 4 * cuda_device.PROBE_BYTES
+LEAST_BYTES = 4 * cuda_uploads.PROBE_BYTES
 """Less says nothing about which way is faster."""
 
 Way = Callable[[], None]
@@ -103,9 +103,9 @@ def _ways(place: Place, whole: torch.Tensor, fd: int, target: torch.Tensor) -> d
         target.copy_(source, non_blocking=True)
         place.device.synchronize()
 
-    size_bytes = parse_size(cuda_device.DEFAULT_PINNED) // cuda_device.BUFFERS
-    buffers = cuda_device.buffers(place.device.name, cuda_device.BUFFERS, size_bytes)
-    ring = cuda_device.Uploads(cuda_device.CopyStream(where), buffers, None)
+    size_bytes = parse_size(cuda_device.DEFAULT_PINNED) // cuda_uploads.BUFFERS
+    buffers = cuda_uploads.buffers(place.device.name, cuda_uploads.BUFFERS, size_bytes)
+    ring = cuda_uploads.Uploads(cuda_uploads.CopyStream(where), buffers, None)
     ways: dict[str, Way] = {
         PINNED: partial(copy, pinned),
         PAGEABLE: partial(copy, whole),
@@ -114,12 +114,12 @@ def _ways(place: Place, whole: torch.Tensor, fd: int, target: torch.Tensor) -> d
             _send, ring, target, lambda at, size: Piece(whole[at : at + size], None, 0, size)
         ),
     }
-    registration = cuda_device.registration(where.index or 0)
+    registration = cuda_uploads.registration(where.index or 0)
     if registration is not None and _can_register(registration, fd):
         # A clock that stands still after the buffers have: so registered pages are the faster way.
         clock = iter((0.0, 1.0, 1.0)).__next__
-        stream = cuda_device.CopyStream(where)
-        registered = cuda_device.Uploads(stream, buffers, registration, clock)
+        stream = cuda_uploads.CopyStream(where)
+        registered = cuda_uploads.Uploads(stream, buffers, registration, clock)
         ways[REGISTERED] = partial(
             _send, registered, target, lambda at, size: Piece(None, fd, at, size)
         )
@@ -132,7 +132,7 @@ def _pinned(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _send(
-    uploads: cuda_device.Uploads, target: torch.Tensor, piece: Callable[[int, int], Piece]
+    uploads: cuda_uploads.Uploads, target: torch.Tensor, piece: Callable[[int, int], Piece]
 ) -> None:
     """Bring the bytes in passes, as a module comes."""
     for at in range(0, target.nbytes, PASS_BYTES):
@@ -146,7 +146,7 @@ def _range(part: torch.Tensor, offset_bytes: int, size_bytes: int) -> torch.Tens
     return part[offset_bytes : offset_bytes + size_bytes]
 
 
-def _can_register(registration: cuda_device.Registration, fd: int) -> bool:
+def _can_register(registration: cuda_uploads.Registration, fd: int) -> bool:
     """Say whether the driver really pins such pages; that it should is only its word."""
     pages = mapping.map_shared(fd, PAGE_BYTES, 0, write=False)
     address = ctypes.addressof(pages)

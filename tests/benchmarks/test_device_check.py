@@ -15,7 +15,7 @@ import torch
 from benchmarks.device_check import books, correctness, death, private, uploads
 from benchmarks.device_check.checks import Found, Missed, Skipped, run
 from benchmarks.device_check.place import MIB, Place
-from gpu_worker import cuda_device
+from gpu_worker import cuda_uploads
 from gpu_worker.placement import Group
 from tests.gpu_worker.on_device import new_device
 from tests.gpu_worker.test_cuda_device import Libcuda
@@ -186,9 +186,9 @@ class Stream:
 @pytest.fixture
 def gpu(monkeypatch):
     """What is no GPU, but has all ways of uploading."""
-    monkeypatch.setattr(cuda_device, "CopyStream", Stream)
+    monkeypatch.setattr(cuda_uploads, "CopyStream", Stream)
     monkeypatch.setattr(
-        cuda_device,
+        cuda_uploads,
         "buffers",
         lambda name, count, size: [torch.zeros(size, dtype=torch.uint8) for _ in range(count)],
     )
@@ -202,8 +202,8 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("fails", [(), ("register",)])
 def test_every_way_of_uploading_is_measured_and_brings_the_same_bytes(gpu, monkeypatch, fails):
     libcuda = Libcuda(fails=fails)
-    registration = cuda_device.Registration(libcuda)
-    monkeypatch.setattr(cuda_device, "registration", lambda index: registration)
+    registration = cuda_uploads.Registration(libcuda)
+    monkeypatch.setattr(cuda_uploads, "registration", lambda index: registration)
     monkeypatch.setattr(uploads, "LEAST", 0.0)
     found = uploads.as_fast_as_pinned(gpu)
     ways = {name.removesuffix(", GB/s") for name in found.figures} - {"ratio"}
@@ -217,7 +217,7 @@ def test_every_way_of_uploading_is_measured_and_brings_the_same_bytes(gpu, monke
 
 
 def test_a_way_that_brings_other_bytes_is_missed(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_device, "registration", lambda index: None)
+    monkeypatch.setattr(cuda_uploads, "registration", lambda index: None)
     monkeypatch.setattr(Stream, "start", lambda self, target, source: SimpleNamespace())
     with pytest.raises(Missed, match="ring: other bytes"):
         uploads.as_fast_as_pinned(gpu)

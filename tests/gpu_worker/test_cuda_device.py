@@ -14,9 +14,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gpu_worker import cuda_device
+from gpu_worker import cuda_device, cuda_uploads
 from gpu_worker.block import Piece
-from gpu_worker.cuda_device import Registration, Uploads, _driver, _Range, charged_bytes
+from gpu_worker.cuda_device import _driver, _Range, charged_bytes
+from gpu_worker.cuda_uploads import Registration, Uploads
 from gpu_worker.device import device_named
 from shm_store.errors import DeviceOutOfMemory, DeviceUnavailable, DeviceUnknown, SegmentRefused
 from tests.gpu_worker.blocks import PAGE, from_tensor, memfd, script, some_bytes, told
@@ -95,9 +96,9 @@ def test_a_range_keeps_its_block_and_says_where_it_is():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host on which nothing can be pinned")
 def test_what_cannot_be_pinned_is_used_unpinned_with_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(cuda_device, "_warned", False)
+    monkeypatch.setattr(cuda_uploads, "_warned", False)
     with caplog.at_level(logging.WARNING, "gpu_worker"):
-        made = [cuda_device.buffers("cuda:0", 2, 3 * PAGE) for _ in range(2)]
+        made = [cuda_uploads.buffers("cuda:0", 2, 3 * PAGE) for _ in range(2)]
     assert [len(some) for some in made] == [2, 2]
     assert all(buffer.nbytes == 3 * PAGE for some in made for buffer in some)
     (record,) = caplog.records
@@ -167,7 +168,7 @@ class Upload:
     def __init__(self, libcuda: Libcuda, registered_s: float = 0.1) -> None:
         self.libcuda = libcuda
         stream = Stream(libcuda, registered_s)
-        registration = cuda_device.registration(3, libcuda)
+        registration = cuda_uploads.registration(3, libcuda)
         buffers = [torch.zeros(8 * MIB, dtype=torch.uint8) for _ in range(4)]
         self.uploads = Uploads(stream, buffers, registration, lambda: stream.clock_s)
 
@@ -177,7 +178,7 @@ class Upload:
         return whole
 
 
-LARGE = cuda_device.PROBE_BYTES + 12345
+LARGE = cuda_uploads.PROBE_BYTES + 12345
 
 
 @pytest.fixture(scope="module")
@@ -259,11 +260,11 @@ def test_what_has_no_file_or_is_small_is_not_measured_by(weights):
 
 @pytest.mark.parametrize("fails", ["get", "attribute"])
 def test_a_driver_that_cannot_say_supports_no_registration(fails):
-    assert cuda_device.registration(3, Libcuda(fails=(fails,))) is None
+    assert cuda_uploads.registration(3, Libcuda(fails=(fails,))) is None
 
 
 def test_a_library_that_lacks_the_calls_supports_no_registration():
-    assert cuda_device.registration(0, ctypes.CDLL(None)) is None
+    assert cuda_uploads.registration(0, ctypes.CDLL(None)) is None
 
 
 def test_pages_are_unpinned_when_the_copy_fails():
@@ -318,7 +319,7 @@ def noting(monkeypatch):
     monkeypatch.setattr(cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "synchronize", lambda _: notes.append("wait for all"))
     monkeypatch.setattr(cuda, "empty_cache", lambda: notes.append("empty the cache"))
-    monkeypatch.setattr(cuda_device, "_warned", True)
+    monkeypatch.setattr(cuda_uploads, "_warned", True)
 
     def over(device, address, offset, length, hold=None):
         notes.append("over")
