@@ -3,6 +3,7 @@
 Rules:
 
 - One block of torch's allocator holds one model, so that it ends as a whole.
+- What processes share is not of that allocator: see `cuda_memory`.
 - What the driver raises becomes one of our errors, with the driver's as its cause.
 
     Note on views
@@ -10,7 +11,8 @@ Rules:
     `__cuda_array_interface__`, has a storage of its own, and keeps the Python object it came from
     consequence: only the latter make an alias group that can be saved or resized by itself, and
     tell by that object's end when the last of them is gone
-    choice: those, all of whose objects keep the block's hold
+    choice: those, all of whose objects keep the block's hold; torch takes none that says that it is
+    read-only, so shared memory says that it is not: its map refuses what writes there
     cost: torch needs numpy for it, which accelerate brings
 
     Note on streams
@@ -49,16 +51,23 @@ from collections.abc import Iterator
 import torch
 
 from gpu_worker.block import Block, Memory, Piece
+from gpu_worker.cuda_driver import first_line
+from gpu_worker.cuda_memory import SharedMemory, Sharing, sharing
 from gpu_worker.cuda_uploads import (
     BUFFERS,
     CopyStream,
     Uploads,
     buffers,
-    first_line,
     registration,
 )
 from gpu_worker.device import DeviceSegment
-from shm_store.errors import DeviceOutOfMemory, DeviceUnavailable, DeviceUnknown
+from shm_store.errors import (
+    ArgumentRefused,
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    DeviceUnknown,
+    SegmentRefused,
+)
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.report import size_text
 from shm_store.sizes import parse_size
@@ -107,7 +116,6 @@ class CudaDevice:
     """One GPU, as this process sees it; see `gpu_worker.device.Device`."""
 
     forks = False
-    shares = False
 
     def __init__(self, index: int) -> None:
         """Use the device of that index, which `usable_index` has returned.
@@ -118,6 +126,7 @@ class CudaDevice:
         """
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
+        self._index = index
         self._pinned_bytes = parse_size(os.environ.get(PINNED_VARIABLE) or DEFAULT_PINNED)
         with _driver(self.name):
             self.pool = f"vram:{torch.cuda.get_device_properties(index).uuid}"
@@ -127,6 +136,22 @@ class CudaDevice:
         self._total_bytes: int | None = None
         self._uploads: Uploads | None = None
         self._memories: set[Memory] = set()
+        self._sharing: Sharing | None = None
+        self._why_private: str | None = None
+        """None until it was tried."""
+
+    @property
+    def shares(self) -> bool:
+        return not self.why_private
+
+    @property
+    def why_private(self) -> str:
+        if os.getpid() != self._pid:
+            return str(_forked())
+        with self._lock:
+            if self._why_private is None:
+                self._why_private = self._try_sharing()
+            return self._why_private
 
     def total_bytes(self) -> int:
         with self._using(), self._lock:
@@ -158,11 +183,42 @@ class CudaDevice:
         whole = Memory(block_bytes, hold, give_back, self._memories)
         return CudaBlock(self, uploads, whole, hold, ready)
 
+    def segment_bytes(self, size_bytes: int) -> int:
+        return self._shared().taken_bytes(size_bytes)
+
     def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
-        raise DeviceUnavailable(f"{self.name} cannot share its memory")
+        self._free_abandoned()
+        shared = self._shared()
+        with self._using():
+            uploads = self.uploads()
+        pages = SharedMemory(shared, shared.taken_bytes(size_bytes))
+        segment = CudaSegment(self, uploads, pages)
+        give_back = functools.partial(self._unshare, pages)
+        segment.memory = Memory(pages.size_bytes, segment, give_back, self._memories)
+        try:
+            self._make(pages)
+        except BaseException:
+            segment.close()
+            raise
+        return segment
 
     def open_segment(self, fd: int, size_bytes: int) -> Block:
-        raise DeviceUnavailable(f"{self.name} cannot share its memory")
+        self._free_abandoned()
+        shared = self._shared()
+        if size_bytes != shared.taken_bytes(size_bytes):
+            raise SegmentRefused(f"{self.name} has no memory of {size_bytes} bytes, exactly")
+        pages, hold = SharedMemory(shared, size_bytes), _Hold()
+        give_back = functools.partial(self._unshare, pages)
+        memory = Memory(size_bytes, hold, give_back, self._memories)
+        try:
+            with self._using():
+                pages.open(fd)
+        except BaseException:
+            del hold
+            memory.free()
+            raise
+        hold.address = pages.address
+        return SharedBlock(self, memory, hold)
 
     def release_cached(self) -> None:
         self._free_abandoned()
@@ -179,7 +235,7 @@ class CudaDevice:
             if self._uploads is None:
                 size_bytes = max(self._pinned_bytes // BUFFERS // PAGE_BYTES, 1) * PAGE_BYTES
                 pinned = buffers(self.name, BUFFERS, size_bytes)
-                registered = registration(self.torch_device.index)
+                registered = registration(self._index)
                 self._uploads = Uploads(CopyStream(self.torch_device), pinned, registered)
             return self._uploads
 
@@ -189,6 +245,39 @@ class CudaDevice:
             raise _forked()
         with _driver(self.name, needed_bytes):
             yield
+
+    def _try_sharing(self) -> str:
+        """Return why memory of this device cannot be shared; "" if it can."""
+        if torch.version.hip is not None:
+            return "ROCm's driver is not asked for that"
+        try:
+            with self._using():
+                self._sharing = sharing(self._index, self.name)
+        except DeviceUnavailable as error:
+            return str(error)
+        return ""
+
+    def _shared(self) -> Sharing:
+        if why := self.why_private:
+            raise DeviceUnavailable(f"{self.name} cannot share its memory: {why}", remedy="")
+        assert self._sharing is not None
+        return self._sharing
+
+    def _make(self, pages: SharedMemory) -> None:
+        """Have memory to be shared, if need be what torch keeps unused."""
+        with self._using():
+            try:
+                pages.make()
+            except DeviceOutOfMemory:
+                torch.cuda.empty_cache()
+                pages.make()
+
+    def _unshare(self, pages: SharedMemory) -> None:
+        """Give back what this process has of shared memory; see the note on streams."""
+        if os.getpid() == self._pid:
+            with _driver(self.name):
+                torch.cuda.synchronize(self.torch_device)
+        pages.give_back()
 
     def _free_abandoned(self) -> None:
         with self._lock:
@@ -207,12 +296,17 @@ class CudaDevice:
 
 
 class _Hold:
-    """What a block and its views keep, with the memory as torch's allocator knows it."""
+    """What a block and its views keep, with the memory as torch's allocator knows it, if it does.
 
-    __slots__ = ("__weakref__", "memory")
+    Attributes:
+        address: where it is.
+    """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    __slots__ = ("__weakref__", "address", "memory")
+
+    def __init__(self, memory: torch.Tensor | None = None) -> None:
         self.memory = memory
+        self.address = 0 if memory is None else memory.data_ptr()
 
 
 class _Range:
@@ -231,7 +325,28 @@ class _Range:
         }
 
 
-class CudaBlock(Block):
+class _Viewed(Block):
+    """Memory of a GPU at an address, as torch makes tensors of it."""
+
+    def __init__(self, device: CudaDevice, memory: Memory, hold: _Hold) -> None:
+        super().__init__(memory, hold)
+        self._on = device
+
+    def _device(self) -> torch.device:
+        return self._on.torch_device
+
+    def _view(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        with self._on._using():
+            device = self._on.torch_device
+            return _over(device, self._address(), offset_bytes, size_bytes, self._hold())
+
+    def _address(self) -> int:
+        hold = self._hold()
+        assert isinstance(hold, _Hold)
+        return hold.address
+
+
+class CudaBlock(_Viewed):
     """A block of torch's allocator, and the order of what happens to it."""
 
     def __init__(
@@ -242,8 +357,7 @@ class CudaBlock(Block):
         hold: _Hold,
         ready: torch.cuda.Event,
     ) -> None:
-        super().__init__(memory, hold)
-        self._on = device
+        super().__init__(device, memory, hold)
         self._uploads = uploads
         self._ready: torch.cuda.Event | None = ready
         """What copies have to wait for, until the first has."""
@@ -253,34 +367,82 @@ class CudaBlock(Block):
         with self._on._using():
             self._uploads.stream.finish()
 
-    def _device(self) -> torch.device:
-        return self._on.torch_device
-
-    def _view(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        with self._on._using():
-            device = self._on.torch_device
-            return _over(device, self._address(), offset_bytes, size_bytes, self._hold())
-
     def _fill(self, offset_bytes: int, source: Piece) -> None:
         with self._on._using():
             if self._ready is not None:
                 self._uploads.stream.wait_for(self._ready)
                 self._ready = None
-            # By address, or the traceback of a failure would keep the memory.
-            target = functools.partial(_over, self._on.torch_device, self._address() + offset_bytes)
-            self._uploads.send(target, source)
+            _send(self._uploads, self._on.torch_device, self._address() + offset_bytes, source)
 
-    def _address(self) -> int:
-        hold = self._hold()
-        assert isinstance(hold, _Hold)
-        return hold.memory.data_ptr()
+
+class SharedBlock(_Viewed):
+    """Memory that other processes have, too. It is there, and a kernel that writes to it faults."""
+
+    def finish(self) -> None:
+        self._hold()
+
+    def _fill(self, offset_bytes: int, source: Piece) -> None:
+        raise ArgumentRefused(f"shared memory of {self._on.name} is only read")
+
+
+class CudaSegment:
+    """Memory that other processes are to have, while it is filled.
+
+    Attributes:
+        memory: the device frees it with the next, if this is dropped or could not be closed.
+    """
+
+    memory: Memory
+
+    def __init__(self, device: CudaDevice, uploads: Uploads, pages: SharedMemory) -> None:
+        self._on = device
+        self._uploads = uploads
+        self._pages = pages
+
+    @property
+    def fd(self) -> int:
+        return self._pages.fd
+
+    def fill(self, offset_bytes: int, source: Piece) -> None:
+        if offset_bytes < 0 or offset_bytes + source.size_bytes > self._pages.size_bytes:
+            raise ArgumentRefused(
+                f"{source.size_bytes} bytes at {offset_bytes} reach out of a segment of "
+                f"{self._pages.size_bytes}"
+            )
+        if source.size_bytes:
+            with self._on._using():
+                address = self._pages.address + offset_bytes
+                _send(self._uploads, self._on.torch_device, address, source)
+
+    def finish(self) -> None:
+        with self._on._using():
+            self._uploads.stream.finish()
+
+    def close(self) -> None:
+        if self.memory in self._on._memories:
+            try:
+                self._on._unshare(self._pages)
+            except DeviceUnavailable as error:
+                # Whoever closes has an error of his own, or needs none: others have the memory.
+                # The text of it: whoever keeps the error keeps this segment.
+                logger.warning("weight-cache: memory is not given back yet: %s", str(error))
+                return
+            self._on._memories.discard(self.memory)
+
+
+def _send(uploads: Uploads, device: torch.device, address: int, source: Piece) -> None:
+    """Start to copy bytes to an address. By address: a traceback is not to keep the memory."""
+    uploads.send(functools.partial(_over, device, address), source)
 
 
 def _over(
     device: torch.device, address: int, offset: int, length: int, hold: object = None
 ) -> torch.Tensor:
     """Return a tensor over bytes of the device, which keeps `hold` and nothing else."""
-    return torch.as_tensor(_Range(hold, address + offset, length), device=device)
+    made = torch.as_tensor(_Range(hold, address + offset, length), device=device)
+    if made.data_ptr() != address + offset:
+        raise RuntimeError(f"torch has copied what is to be used where it is, on {device}")
+    return made
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import torch
 
 from gpu_worker import mapping
 from gpu_worker.block import Piece
+from gpu_worker.cuda_driver import first_line
 from gpu_worker.pinned_ring import Copy, PinnedRing
 from shm_store.layout import PAGE_BYTES, round_up
 from shm_store.report import size_text
@@ -231,8 +232,3 @@ def _memory(buffer: torch.Tensor) -> memoryview:
     """Return the bytes of a buffer, which has to be kept meanwhile."""
     whole = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
     return memoryview(whole).cast("B")
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says, without what torch adds to it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

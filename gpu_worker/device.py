@@ -68,7 +68,14 @@ class Device(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether its memory can be given to other processes, as an fd: by `make_segment`."""
+        """Whether its memory can be given to other processes, as an fd: by `make_segment`.
+
+        It may be tried with the first call, which never raises.
+        """
+
+    @property
+    def why_private(self) -> str:
+        """Return why it does not share, for people; "" if it does."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -103,6 +110,9 @@ class Device(Protocol):
             DeviceOutOfMemory: there is no such block. Nothing was taken.
         """
 
+    def segment_bytes(self, size_bytes: int) -> int:
+        """Return what a segment of `size_bytes` really takes. It has that size exactly."""
+
     def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
         """Return memory that other processes can use, to be filled. As `allocate`.
 
@@ -134,6 +144,7 @@ class _Cpu:
     name = "cpu"
     forks = True
     shares = False
+    why_private = "its memory is the host's, which is shared as it is"
     pool = None
 
     @property
@@ -153,6 +164,9 @@ class _Cpu:
 
     def allocate(self, size_bytes: int, owner: str) -> Block:
         raise ArgumentRefused("modules run on the shared pages of the host, in no memory of theirs")
+
+    def segment_bytes(self, size_bytes: int) -> int:
+        return 0
 
     def make_segment(self, size_bytes: int, owner: str) -> DeviceSegment:
         raise ArgumentRefused("the host's memory is shared as it is")

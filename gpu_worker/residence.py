@@ -267,7 +267,7 @@ class Residence:
         """
         pool = self.device.pool
         assert pool is not None
-        size_bytes = self.device.charged_bytes(segment.size_bytes)
+        size_bytes = self.device.segment_bytes(segment.size_bytes)
         uploaded_bytes = 0
 
         from gpu_worker.block import Piece
@@ -460,8 +460,9 @@ def can_share(device: Device) -> bool:
     if not device.shares and device.name not in _told:
         _told.add(device.name)
         logger.warning(
-            "weight-cache: %s cannot share its memory yet, so each process has a copy of its own",
+            "weight-cache: %s cannot share its memory, so each process has a copy of its own: %s",
             device.name,
+            device.why_private,
         )
     return device.shares
 

@@ -90,6 +90,7 @@ class SimDevice:
     torch_device = torch.device("cpu")
     forks = True
     shares = True
+    why_private = ""
 
     def __init__(self, index: int, size_bytes: int | None = None) -> None:
         """Make the device of that index, in general by `device_named`.
@@ -122,6 +123,9 @@ class SimDevice:
 
     def charged_bytes(self, size_bytes: int) -> int:
         return max(round_up(size_bytes, PAGE_BYTES), PAGE_BYTES)
+
+    def segment_bytes(self, size_bytes: int) -> int:
+        return self.charged_bytes(size_bytes)
 
     def allocated_bytes(self) -> int:
         """Return how much of its memory this process has, or is just getting."""

@@ -1,6 +1,5 @@
 """GPUs. What needs none runs everywhere; the rest is marked `gpu`, and runs where one is."""
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -9,7 +8,6 @@ import os
 import weakref
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from gpu_worker.cuda_uploads import Registration, Uploads
 from gpu_worker.device import device_named
 from shm_store.errors import DeviceOutOfMemory, DeviceUnavailable, DeviceUnknown, SegmentRefused
 from tests.gpu_worker.blocks import PAGE, from_tensor, memfd, script, some_bytes, told
+from tests.gpu_worker.noting import noted
 
 MIB = 1 << 20
 
@@ -277,70 +276,9 @@ def test_pages_are_unpinned_when_the_copy_fails():
 # --- the order of things, on a device that only notes them ---------------------------------------
 
 
-class NotingEvent:
-    def __init__(self, notes, name):
-        self.notes, self.name = notes, name
-
-    def record(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class NotingStream:
-    def __init__(self, notes, name):
-        self.notes, self.name = notes, name
-
-    def wait_event(self, event):
-        self.notes.append(f"{self.name} waits for {event.name}")
-
-    def record_event(self):
-        return NotingEvent(self.notes, self.name)
-
-    def synchronize(self):
-        self.notes.append(f"wait for {self.name}")
-
-
 @pytest.fixture
 def noting(monkeypatch):
-    """A device whose memory is the host's, and the notes of what the driver was asked to do."""
-    notes: list[str] = []
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a-b"))
-    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (5 * MIB, 20 * MIB))
-    monkeypatch.setattr(cuda, "memory_reserved", lambda _: 2 * MIB)
-    monkeypatch.setattr(cuda, "Event", lambda blocking: NotingEvent(notes, "a copy"))
-    monkeypatch.setattr(cuda, "Stream", lambda _: NotingStream(notes, "copies"))
-    monkeypatch.setattr(cuda, "current_stream", lambda _: NotingStream(notes, "current"))
-    monkeypatch.setattr(cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(cuda, "synchronize", lambda _: notes.append("wait for all"))
-    monkeypatch.setattr(cuda, "empty_cache", lambda: notes.append("empty the cache"))
-    monkeypatch.setattr(cuda_uploads, "_warned", True)
-
-    def over(device, address, offset, length, hold=None):
-        notes.append("over")
-
-        class Whole(ctypes.Array):
-            _type_, _length_ = ctypes.c_ubyte, length
-            hold: object
-
-        whole = Whole.from_address(address + offset)
-        whole.hold = hold
-        return torch.frombuffer(whole, dtype=torch.uint8)
-
-    monkeypatch.setattr(cuda_device, "_over", over)
-    device = cuda_device.CudaDevice(1)
-    device.torch_device = torch.device("cpu")
-    return Noting(device, notes)
-
-
-class Noting(NamedTuple):
-    device: cuda_device.CudaDevice
-    notes: list[str]
+    return noted(monkeypatch)
 
 
 def test_the_index_that_is_there_is_used_and_no_other(noting):
