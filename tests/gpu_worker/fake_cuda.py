@@ -61,11 +61,11 @@ class Memory:
 
     def export(self) -> int:
         """Return a new fd of it."""
-        if self.write_end < 0:
-            fd, self.write_end = os.pipe()
-            self.inode = os.fstat(fd).st_ino
-            return fd
-        return os.open(f"/proc/self/fd/{self.write_end}", os.O_RDONLY | os.O_NONBLOCK)
+        assert self.write_end < 0, "more than one fd of a memory is not needed"
+        fd, self.write_end = os.pipe()
+        self.inode = os.fstat(fd).st_ino
+        os.set_inheritable(fd, True)  # nothing is said of it
+        return fd
 
     @property
     def has_fd(self) -> bool:

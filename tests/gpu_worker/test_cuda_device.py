@@ -93,6 +93,13 @@ def test_a_range_keeps_its_block_and_says_where_it_is():
     assert gone() is None
 
 
+def test_a_tensor_that_is_not_where_it_was_to_be_is_no_view(monkeypatch):
+    """torch copies what it takes for memory of another device."""
+    monkeypatch.setattr(torch, "as_tensor", lambda place, device: torch.zeros(8))
+    with pytest.raises(DeviceUnavailable, match="copied"), _driver("cuda:0"):
+        cuda_device._over(torch.device("cuda:0"), 0x7000, 64, 8)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host on which nothing can be pinned")
 def test_what_cannot_be_pinned_is_used_unpinned_with_one_warning(caplog, monkeypatch):
     monkeypatch.setattr(cuda_uploads, "_warned", False)
