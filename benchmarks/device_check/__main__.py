@@ -1,6 +1,7 @@
 """`python -m benchmarks.device_check`, which `scripts/device-check` calls.
 
-Needs torch, accelerate, psutil and msgspec, on a GPU numpy besides, and installs nothing: where
+Needs torch, accelerate, psutil and msgspec, on a GPU numpy besides (and cuda-bindings, or what is
+shared is skipped, with the reason), and installs nothing: where
 there is no network, wheels that were carried there do, `pip install --no-index --target DIR *.whl`
 with DIR on PYTHONPATH. Exits with 1 if a promise was missed, with 2 if nothing could be checked.
 """
@@ -106,9 +107,9 @@ def _place(device: str, size_bytes: int, rounds: int) -> Iterator[Place]:
 
 
 def _checks() -> Iterator[checks.Named[Place]]:
-    from benchmarks.device_check import books, correctness, death, private, uploads
+    from benchmarks.device_check import books, correctness, death, private, sharing, uploads
 
-    for part in (correctness, books, private, death, uploads):
+    for part in (correctness, books, private, death, sharing, uploads):
         yield from part.CHECKS
 
 

@@ -73,6 +73,20 @@ class Large(torch.nn.Module):
             self.register_parameter(f"weight_{number}", torch.nn.Parameter(one))
 
 
+class Noise(torch.nn.Module):
+    """So many bytes, none of which can be told from others."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        whole = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        whole.random_(generator=torch.Generator().manual_seed(1))
+        self.register_buffer("whole", whole)
+
+
+def noise(size_bytes: int) -> torch.nn.Module:
+    return Noise(size_bytes)
+
+
 class Scaled(torch.Tensor):
     """A tensor subclass as quantisation libraries make them: numbers, and a scale for each row."""
 

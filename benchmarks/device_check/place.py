@@ -25,6 +25,8 @@ from benchmarks.device_check.checks import Missed
 from benchmarks.device_check.models import Make, layers, numbers
 from coordinator.operator import Operator
 from gpu_worker.device import Device, device_named
+from shm_store.errors import ArgumentRefused
+from shm_store.keys import Key
 from shm_store.memfds import by_owner, kernel_bytes
 from shm_store.report import GenerationReport
 
@@ -57,6 +59,8 @@ class Place:
         self.worker = gpu_worker.attach(socket, device=device, name="device-check")
         self.operator = Operator.connect(socket, "device-check")
         self._handles: list[gpu_worker.ModelHandle] = []
+        self._shared: list[str] = []
+        """The keys of those whose memory on the device outlives its processes."""
 
     @property
     def simulated(self) -> bool:
@@ -69,11 +73,40 @@ class Place:
 
     # --- models ---------------------------------------------------------------------------------
 
-    def load(self, make: Make, *, private: bool = False) -> gpu_worker.ModelHandle:
-        """Load what `make` makes under a key of its own, until `tidy`."""
+    def load(
+        self, make: Make, *, private: bool = False, shares: bool = False
+    ) -> gpu_worker.ModelHandle:
+        """Load what `make` makes under a key of its own, until `tidy`.
+
+        Args:
+            shares: on the device it is to be memory that other processes have, too.
+        """
         key = f"device-check/{next(_numbers)}"
-        self._handles.append(self.worker.load(key, skeleton=make, build=make, private=private))
+        self._handles.append(
+            self.worker.load(key, skeleton=make, build=make, private=private, share_vram=shares)
+        )
+        if shares:
+            self._shared.append(key)
         return self._handles[-1]
+
+    def forget(self, handle: gpu_worker.ModelHandle) -> None:
+        """Let go of a model, and have it free for everybody. Nobody may use it any more."""
+        key = handle.key
+        self._handles.remove(handle)
+        handle.close()
+        self.worker.evict(key)
+        self.settle()
+        self.evict(key)
+
+    def evict(self, key: str) -> None:
+        """Have what nobody uses of a shared model free, on the host, too, if it is there."""
+        with contextlib.suppress(ArgumentRefused):
+            self.operator.evict(Key(key))
+        self.operator.flush()
+
+    def moved_bytes(self) -> int:
+        """Return how many bytes this process has moved to the device."""
+        return sum(model.moved_bytes for model in self.worker._table.counted())
 
     def warm_up(self) -> None:
         """Have everything loaded and pinned that the first use of the device brings with it."""
@@ -95,6 +128,9 @@ class Place:
             self._handles.pop().close()
         for key in keys:
             self.worker.evict(key)
+        self.settle()
+        while self._shared:
+            self.evict(self._shared.pop())
         self.limit(UNLIMITED_BYTES)
         self.settle()
         left = [report.key for report in self.on_device()]

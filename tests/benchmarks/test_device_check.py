@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.device_check import books, correctness, death, private, uploads
+from benchmarks.device_check import books, correctness, death, private, sharing, uploads
 from benchmarks.device_check.checks import Found, Missed, Skipped, run
 from benchmarks.device_check.place import MIB, Place
 from gpu_worker import cuda_uploads
@@ -44,7 +44,7 @@ def test_a_simulated_device_keeps_every_promise_that_it_can_be_asked_for():
     assert said["conditions"]["pool"] == "vram:sim-0" and said["took_s"] > 0
     verdicts = {check["name"]: check["verdict"] for check in said["checks"]}
     assert verdicts.pop("upload bandwidth") == "skipped"
-    parts = (correctness, books, private, death, uploads)
+    parts = (correctness, books, private, death, sharing, uploads)
     assert len(verdicts) == sum(len(part.CHECKS) for part in parts) - 1
     assert set(verdicts.values()) == {"ok"}
 
@@ -164,6 +164,89 @@ def test_a_charge_that_goes_before_the_memory_is_missed(place, monkeypatch):
         "end of file_s",
         "VRAM free_s",
     }
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"digest": "0"}, "other bytes"), ({"moved_bytes": 1}, "the second process moved 1 bytes")],
+)
+def test_a_second_process_that_has_its_own_or_other_bytes_is_missed(
+    place, monkeypatch, wrong, said
+):
+    lock = sharing.Other.lock
+    monkeypatch.setattr(sharing.Other, "lock", lambda self, key: lock(self, key) | wrong)
+    with pytest.raises(Missed, match=said):
+        sharing.one_copy(place)
+
+
+@pytest.mark.process
+def test_memory_that_is_another_copy_by_the_kernel_is_missed(place, monkeypatch):
+    used_bytes, calls = place.used_bytes, iter(range(100))
+    monkeypatch.setattr(place, "used_bytes", lambda: used_bytes() + 4096 * next(calls))
+    with pytest.raises(Missed, match="4096 from the driver's"):
+        sharing.one_copy(place)
+
+
+@pytest.mark.process
+def test_a_lock_after_its_makers_death_that_moves_bytes_is_missed(place, monkeypatch):
+    """As if its memory had gone with who made it."""
+    kill = sharing.Other.kill
+
+    def all_gone(other: sharing.Other) -> None:
+        kill(other)
+        calls.append("")
+
+    calls: list[str] = []
+    lock = sharing.Other.lock
+    monkeypatch.setattr(sharing.Other, "kill", all_gone)
+    monkeypatch.setattr(
+        sharing.Other,
+        "lock",
+        lambda self, key: lock(self, key) | ({"moved_bytes": 7} if calls else {}),
+    )
+    with pytest.raises(Missed, match="who comes next moves 7 bytes"):
+        sharing.outlives_its_maker(place)
+
+
+def test_memory_that_is_gone_with_its_last_map_is_missed(place, monkeypatch):
+    monkeypatch.setattr(place, "used_bytes", lambda: 0)
+    with pytest.raises(Missed, match="only 0 bytes of it are there"):
+        sharing.kept_by_its_fd(place)
+
+
+def test_memory_that_stays_after_its_end_is_missed(place, monkeypatch):
+    monkeypatch.setattr(sharing, "GONE_LIMIT_S", 0.1)
+    monkeypatch.setattr(place, "evict", lambda key: None)
+    with pytest.raises(Missed, match="are not free after its end"):
+        sharing.kept_by_its_fd(place)
+    monkeypatch.undo()
+
+
+def test_a_pass_that_is_slower_is_missed_where_there_is_a_gpu(place, monkeypatch):
+    monkeypatch.setattr(sharing, "LEAST", 1e9)
+    assert "times as fast" in sharing.as_fast_as_private(place).said
+    monkeypatch.setattr(Place, "simulated", False)
+    with pytest.raises(Missed, match="times as fast"):
+        sharing.as_fast_as_private(place)
+    monkeypatch.undo()
+
+
+def test_a_device_that_takes_any_fd_is_missed(place, monkeypatch):
+    device = SimpleNamespace(
+        shares=True,
+        segment_bytes=lambda size_bytes: 4096,
+        open_segment=lambda fd, size_bytes: SimpleNamespace(free=lambda: None),
+    )
+    with pytest.raises(Missed, match="a memfd was taken"):
+        sharing.refuses_others(SimpleNamespace(device=device))
+
+
+def test_where_nothing_can_be_shared_that_is_not_checked(place):
+    device = SimpleNamespace(name="cuda:0", shares=False, why_private="no package")
+    for _, check in sharing.CHECKS:
+        with pytest.raises(Skipped, match="cuda:0 does not share its memory: no package"):
+            check(SimpleNamespace(device=device))
 
 
 # --- uploads, to a target in memory --------------------------------------------------------------
