@@ -550,6 +550,15 @@ def test_a_size_that_no_memory_has_is_refused(noting, driver, size_bytes):
     segment.close()
 
 
+@pytest.mark.parametrize("name", MAKES[1:])
+def test_a_making_that_fails_leaves_nothing_on_the_device(noting, driver, name):
+    assert noting.device.shares
+    driver.fail(name, CUresult.CUDA_ERROR_UNKNOWN)
+    with pytest.raises(DeviceUnavailable, match=f"cuda:1: {name}: CUDA_ERROR_UNKNOWN"):
+        noting.device.make_segment(SIZE, "1-1")
+    assert driver.has_nothing and not noting.device._memories
+
+
 @pytest.mark.parametrize("name", OPENS[1:])
 def test_an_opening_that_fails_leaves_nothing_on_the_device(noting, driver, name):
     segment = filled(noting.device, some_bytes(SIZE))
@@ -596,6 +605,18 @@ def test_memory_that_torch_keeps_unused_is_taken_before_there_is_none(noting, dr
     with pytest.raises(DeviceOutOfMemory):
         noting.device.make_segment(SIZE, "1-1")
     device.total_bytes = total_bytes
+
+
+@pytest.mark.parametrize("name", ["cuMemAddressReserve", "cuMemMap"])
+def test_what_is_there_already_is_not_made_again_when_there_is_room(
+    noting, driver, monkeypatch, name
+):
+    assert noting.device.shares
+    driver.fail(name, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    monkeypatch.setattr(torch.cuda, "empty_cache", driver.fails.clear)
+    noting.notes.clear()
+    noting.device.make_segment(SIZE, "1-1").close()
+    assert noting.notes.count("cuMemCreate") == 1 and driver.has_nothing
 
 
 def test_a_forked_child_closes_its_fd_and_leaves_the_rest_to_its_parent(
