@@ -156,6 +156,11 @@ class Leases:
         """
         assert self._mappings is not None
         self._mappings.after_fork(new_lease, self.keeper.queue)
+        for charge in self._charges.values():
+            if not charge.forks and charge.fd >= 0:
+                # Of memory that is of no use here, and that would stay as long as this process.
+                fd, charge.fd = charge.fd, -1
+                os.close(fd)
         self._charges = {gen: charge for gen, charge in self._charges.items() if charge.forks}
         for charge in self._charges.values():
             charge.lease, charge.asked, charge.letting_go = new_lease(), "", False

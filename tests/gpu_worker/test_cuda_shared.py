@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -123,6 +124,28 @@ def test_a_driver_that_refuses_leaves_the_module_usable_and_nothing_there(
     with handle as module, torch.no_grad():
         assert torch.equal(module(numbers(2, 6)), Kinds()(numbers(2, 6)))
     del module
+    handle.close()
+
+
+def test_a_forked_child_keeps_nothing_of_it(worker, driver, key):
+    """It cannot use the device. Its fd would keep the memory when everybody else has left it."""
+
+    def ends(memory) -> int:
+        """Count the fds that this process has of the pipe which stands for a memory."""
+        links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        wanted = f"pipe:[{memory.inode}]"
+        return sum(os.path.islink(link) and os.readlink(link) == wanted for link in links)
+
+    handle = worker.load(key, skeleton=Kinds, build=Kinds)
+    with handle:
+        (memory,) = [one for one in driver.device(1).memories if one.in_use]
+        assert ends(memory) == 2, "the fake's end, and the lease's"
+        pid = os.fork()
+        if not pid:
+            os._exit(ends(memory))
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert ends(memory) == 2
     handle.close()
 
 
