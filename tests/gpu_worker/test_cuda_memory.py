@@ -680,3 +680,35 @@ def test_the_package_has_what_is_asked_of_it():
             if name.startswith("CU"):
                 assert getattr(getattr(names, group), name) == value, name
     assert set(cuda_driver._FAULTS_OF_MEMORY) <= set(names.CUresult.__members__)
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_was_filled_is_read_and_is_free_at_its_end():
+    """By the driver's word; `scripts/device-check` does it with several processes."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = device_named("cuda")
+    assert device.shares, device.why_private
+    device.release_cached()
+    device.make_segment(1, "1-0").close()  # what the first use takes stays
+    free_bytes = torch.cuda.mem_get_info(device.torch_device)[0]
+    whole = some_bytes(48 << 20)
+    size_bytes = device.segment_bytes(whole.nbytes)
+    segment = filled(device, whole)
+    taken_bytes = free_bytes - torch.cuda.mem_get_info(device.torch_device)[0]
+    assert taken_bytes == pytest.approx(size_bytes, abs=2 << 20)
+    block = device.open_segment(segment.fd, size_bytes)
+    kept = os.dup(segment.fd)
+    segment.close()
+    view = block.view(0, whole.nbytes)
+    assert view.device == device.torch_device and torch.equal(view.cpu(), whole)
+    for wrong_bytes in (size_bytes - device.segment_bytes(1), size_bytes + device.segment_bytes(1)):
+        with pytest.raises(SegmentRefused):
+            device.open_segment(kept, wrong_bytes)
+    os.close(kept)
+    del view
+    block.free()
+    assert torch.cuda.mem_get_info(device.torch_device)[0] == pytest.approx(free_bytes, abs=2 << 20)
