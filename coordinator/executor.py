@@ -125,8 +125,8 @@ class Executor:
                     self.store.keep_segment(gen, fd, about)
             case Unkeep(gen):
                 self.store.forget_segment(gen)
-            case Remember(pins, limits_bytes, draining):
-                self.store.remember(Words(pins, limits_bytes, draining))
+            case Remember(pins, limits_bytes, draining, found_bytes):
+                self.store.remember(Words(pins, limits_bytes, draining, found_bytes))
             case Forget(session):
                 self._sessions.forget(session)
             case Exit():

@@ -253,6 +253,7 @@ class Server:
                 found.words.pins,
                 found.words.limits_bytes,
                 found.words.draining,
+                found.words.found_bytes,
             )
         )
 

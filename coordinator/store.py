@@ -52,6 +52,7 @@ class Words(msgspec.Struct, frozen=True):
     pins: tuple[Key, ...] = ()
     limits_bytes: dict[str, int] = {}
     draining: bool = False
+    found_bytes: dict[str, int] = {}
 
 
 @dataclass(slots=True)

@@ -170,7 +170,7 @@ class Declare(Message, frozen=True):
 
     Never answered; said again behind each RESUME; what a session said last counts, as long as it
     is there. The limit is the least that sessions budget; where none does, the most that one has
-    found; and what an operator sets, once one did.
+    ever found; and what an operator sets, once one did.
     """
 
     pool: Name

@@ -70,6 +70,7 @@ class Recovered:
     pins: tuple[Key, ...] = ()
     limits_bytes: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    found_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +277,7 @@ class Remember:
     pins: tuple[Key, ...]
     limits_bytes: dict[str, int]
     draining: bool
+    found_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

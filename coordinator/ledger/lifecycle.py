@@ -261,9 +261,14 @@ def may_be_pool(ledger: Ledger, name: str, beside: int = 0) -> bool:
 def declared(turn: Turn, session: Session, message: Declare) -> None:
     """A session can use a device's memory: there is a pool for it, whose limit several may say."""
     name = message.pool
-    if names_device(name) and make_pool(turn.ledger, name, message.limit_bytes):
-        session.devices[name] = message
-        _have_limit_said(turn.ledger, name)
+    pool = make_pool(turn.ledger, name, message.limit_bytes) if names_device(name) else None
+    if pool is None:
+        return
+    session.devices[name] = message
+    if not message.budgeted and message.limit_bytes > pool.found_bytes:
+        pool.found_bytes = message.limit_bytes
+        turn.remember()
+    _have_limit_said(turn.ledger, name)
 
 
 def make_pool(ledger: Ledger, name: str, limit_bytes: int) -> Pool | None:
@@ -274,12 +279,12 @@ def make_pool(ledger: Ledger, name: str, limit_bytes: int) -> Pool | None:
 
 
 def _have_limit_said(ledger: Ledger, name: str) -> None:
-    """Have the limit of a pool be what those say who are here; if nobody is, as it was."""
+    """Have the limit of a pool be the least budget of those who are here; else what was found."""
     pool = ledger.pools[name]
     said = [one.devices[name] for one in ledger.sessions.values() if name in one.devices]
     budgets = [one.limit_bytes for one in said if one.budgeted]
-    if said and pool.said_by == "sessions":
-        pool.limit_bytes = min(budgets) if budgets else max(one.limit_bytes for one in said)
+    if pool.said_by == "sessions" and (budgets or pool.found_bytes):
+        pool.limit_bytes = min(budgets) if budgets else pool.found_bytes
 
 
 def _forget(turn: Turn, session: Session) -> None:

@@ -45,6 +45,10 @@ def recovered(turn: Turn, event: Recovered) -> None:
     for pool, limit_bytes in event.limits_bytes.items():
         if pool in ledger.pools or pool.startswith(VRAM):
             ledger.pools[pool] = Pool(pool, limit_bytes)
+    for name, found_bytes in event.found_bytes.items():
+        found = lifecycle.make_pool(ledger, name, found_bytes)
+        if found is not None:
+            found.found_bytes = found_bytes
     for session, pid in event.sessions:
         ledger.sessions[session] = Session(
             session, pid, "", "", "worker", connected=False, silent=True
@@ -55,7 +59,7 @@ def recovered(turn: Turn, event: Recovered) -> None:
     ledger.awaited_until_s = turn.now_s + event.patience_s
     for offer in event.segments:
         there = lifecycle.make_pool(ledger, offer.pool, 0)
-        if there is not None and there.said_by == "sessions":
+        if there is not None and there.said_by == "sessions" and not there.found_bytes:
             there.limit_bytes += offer.size_bytes  # until somebody says what the device has
     # Of two of one key the newer was about to retire the other.
     for offer in sorted(event.segments, key=lambda offer: offer.gen, reverse=True):

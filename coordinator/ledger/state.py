@@ -256,7 +256,8 @@ class Pool:
 
     `in_use_bytes` is charged from RESERVED until freed, shared bytes once, and is the sum over the
     table; `turn` keeps it, the invariants compare. `given_up`: somebody waits for room no more.
-    `said_by` is whose word the limit is: see `Declare`.
+    `said_by` is whose word the limit is: see `Declare`. `found_bytes` is the most that a session
+    found on the device, now or before: later ones find there less what we have.
     """
 
     name: str
@@ -264,6 +265,7 @@ class Pool:
     in_use_bytes: int = 0
     given_up: bool = False
     said_by: Literal["sessions", "operator"] = "operator"
+    found_bytes: int = 0
     queue: list[Generation] = field(default_factory=list)
 
     @property

@@ -249,14 +249,15 @@ class Turn:
         self.do(Keep(generation.id, about))
 
     def remember(self) -> None:
-        """Have what operators have set outlive this coordinator, before it is answered."""
+        """Have what was set, and found on devices, outlive this coordinator, before an answer."""
         ledger = self.ledger
         limits_bytes = {
             name: pool.limit_bytes
             for name, pool in ledger.pools.items()
             if pool.said_by == "operator"
         }
-        self.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining))
+        found = {name: pool.found_bytes for name, pool in ledger.pools.items() if pool.found_bytes}
+        self.do(Remember(tuple(ledger.pins), limits_bytes, ledger.draining, found))
 
     def free(self, generation: Generation) -> None:
         """Let go of a generation that nobody leases and nobody asks for.

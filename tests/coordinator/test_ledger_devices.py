@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ledger.events import Free, Recovered, Remember, Resumed
+from coordinator.ledger.events import Free, Offer, Recovered, Remember, Resumed
 from coordinator.ledger.lifecycle import POOLS_LIMIT
 from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
+from shm_store.keys import generation_id
 from shm_store.wire import (
     Ack,
     Charge,
@@ -76,6 +77,28 @@ class TestLimits:
         assert world.ledger.pools[GPU].limit_bytes == 100
         world.say(2, Declare(GPU, 120))
         assert world.ledger.pools[GPU].limit_bytes == 120
+
+    def test_what_was_found_before_counts_though_who_found_it_has_ended(self):
+        """Who comes after him finds less what he has left there: memory that is shared."""
+        world = with_device(100)
+        world.end(1)
+        world.say(2, Declare(GPU, 40))
+        assert world.ledger.pools[GPU].limit_bytes == 100
+        world.say(2, Declare(GPU, 30, budgeted=True))
+        assert world.ledger.pools[GPU].limit_bytes == 30
+        world.end(2)
+        assert world.ledger.pools[GPU].limit_bytes == 100
+
+    def test_what_was_found_before_a_restart_counts_after_it(self):
+        world = with_device(100)
+        assert world.done(Remember)[-1].found_bytes == {GPU: 100}
+        again = World(start_ns=2)
+        copy = Offer(generation_id(1, 1), 0, "m", "build:x", 60, pool=GPU)
+        again.event(Recovered((copy,), (), patience_s=1.0, found_bytes={GPU: 100}))
+        assert again.ledger.pools[GPU].limit_bytes == 100
+        again.attach(1)
+        again.say(1, Declare(GPU, 40))
+        assert again.ledger.pools[GPU].limit_bytes == 100 and again.done(Remember) == []
 
     @pytest.mark.parametrize("order", [(50, 70), (70, 50)])
     def test_the_least_budget_counts_before_what_the_device_has(self, order):

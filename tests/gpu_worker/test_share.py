@@ -32,27 +32,29 @@ FINGERPRINT = Fingerprint("build:host-1")
 SIZE_BYTES = 2 * PAGE_BYTES
 
 
-class Memory:
-    """What a device makes, in a memfd; `open` are those that were not closed."""
+OPEN: set[GenerationId] = set()
+"""What was made, and was not closed."""
 
-    open: set[GenerationId] = set()
+
+class Memory:
+    """What a device makes, in a memfd."""
 
     def __init__(self, gen: GenerationId) -> None:
         self.gen = gen
         self.fd = os.memfd_create(f"weight-cache:{gen}", os.MFD_CLOEXEC)
         os.truncate(self.fd, SIZE_BYTES)
-        self.open.add(gen)
+        OPEN.add(gen)
 
     def close(self) -> None:
-        if self.gen in self.open:
-            self.open.remove(self.gen)
+        if self.gen in OPEN:
+            OPEN.remove(self.gen)
             os.close(self.fd)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    assert Memory.open == set()
+    assert not OPEN
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_who_gets_the_ticket_brings_an_fd_and_is_given_one(coordinator, client, 
     (fd,) = coordinator.fds
     coordinator.send(Grant(asked.rid, THERE), os.dup(fd))
     assert sharing.result(WAIT_S) is True
-    assert os.path.samestat(os.fstat(charge.fd), os.fstat(fd)) and Memory.open == set()
+    assert os.path.samestat(os.fstat(charge.fd), os.fstat(fd)) and not OPEN
 
     client.leases.discharge(charge)
     assert coordinator.expect(Release) == Release(THERE, LeaseId(asked.rid))
@@ -154,7 +156,7 @@ def test_a_fill_that_was_lost_is_given_back_before_room_is_asked_for_again(
     def make(gen):
         if gen == THERE and not committed:
             coordinator.peer.close()  # while it is being filled
-        inside.append(set(Memory.open))
+        inside.append(set(OPEN))
         return Memory(gen)
 
     sharing, charge = share(make)
@@ -167,7 +169,7 @@ def test_a_fill_that_was_lost_is_given_back_before_room_is_asked_for_again(
     (asked,) = [message for message in said if isinstance(message, Acquire)]
     coordinator.send(Ticket(asked.rid, LATER, Key("a"), FINGERPRINT))
     assert coordinator.expect(Reserve) == Reserve(LATER, SIZE_BYTES)
-    assert Memory.open == set()
+    assert not OPEN
     coordinator.send(Space(LATER))
     coordinator.expect(Commit)
     coordinator.send(Grant(asked.rid, LATER), os.dup(coordinator.fds[0]))
@@ -183,8 +185,8 @@ def test_who_cannot_allocate_gives_the_ticket_back(coordinator, client, share):
     sharing, charge = share(make)
     asked = fill(coordinator)
     assert coordinator.expect(Abort).gen == THERE
+    coordinator.fail(asked.rid, DeviceOutOfMemory("it said so"))
     with pytest.raises(DeviceOutOfMemory):
-        coordinator.fail(asked.rid, DeviceOutOfMemory("it said so"))
         sharing.result(WAIT_S)
     client.leases.discharge(charge)
     coordinator.in_step(client)
@@ -197,7 +199,7 @@ def test_what_the_coordinator_does_not_take_is_given_back(coordinator, client, s
     coordinator.fail(asked.rid, SegmentRefused("it is no memory of that device"))
     with pytest.raises(SegmentRefused):
         sharing.result(WAIT_S)
-    assert Memory.open == set()
+    assert not OPEN
     assert coordinator.expect(Abort).gen == THERE
     client.leases.discharge(charge)
     coordinator.in_step(client)
