@@ -148,14 +148,19 @@ def serve(
 
 @app.command(
     cls=PlainCommand,
-    options_metavar="[OPTIONS] --",
+    options_metavar="[OPTIONS]",
     context_settings={"allow_interspersed_args": False},
 )
 def launch(
     command: Annotated[
-        list[str],
-        typer.Argument(metavar="CMD...", help="The worker's command and its own options."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- CMD...]",
+            help="The worker's command and its own options. Default: a resident worker for each "
+            "device.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=1, max=4096, metavar="N", help="How many to start.")
     ] = 1,
@@ -178,16 +183,28 @@ def launch(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="WEIGHT_CACHE_DEVICE of worker 0, 1 and so on, such as cuda:0,cuda:1.",
+            help="WEIGHT_CACHE_DEVICE of worker 0, 1 and so on, such as cuda:0,cuda:1. Without "
+            "CMD: where there is to be a resident worker. Default: each GPU, or else cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=SOURCE",
+            help="Without CMD: weights that the resident workers keep; may be repeated.",
             show_default=False,
         ),
     ] = None,
     restart_workers: Annotated[
-        Policy,
+        Policy | None,
         typer.Option(
-            metavar="never|on-failure", help="Whether a worker that fails is started again."
+            metavar="never|on-failure",
+            help="Whether a worker that fails is started again. Default: never; without CMD, "
+            "on-failure.",
+            show_default=False,
         ),
-    ] = Policy.NEVER,
+    ] = None,
     restart_coordinator: Annotated[
         Policy,
         typer.Option(
@@ -204,26 +221,36 @@ def launch(
 ) -> None:
     """Start a coordinator and N workers that run CMD.
 
-    Options of CMD come after `--`, or after its first word.
+    Options of CMD come after `--`, or after its first word. Without CMD there is a worker for each
+    device, which keeps the weights of --keep there for the processes that attach beside it.
 
     All end together. Workers find WEIGHT_CACHE_SOCKET, WEIGHT_CACHE_RANK and
     WEIGHT_CACHE_WORLD_SIZE in their environment, and what they write is shown with their name.
     Signals are passed on to them, but for HUP with --limits. INT and TERM ask the group to end; the
     second one kills.
     """
-    from coordinator import supervisor
+    from coordinator import resident, supervisor
     from coordinator.plan import Plan
     from shm_store.sizes import parse_size
 
+    names, kept = _devices(devices), keep or []
+    if command:
+        resident.refuse_keep(kept)
+    else:
+        resident.check(kept, names, workers)
+        names = names or resident.visible_devices()
+        workers = len(names)
+        restart_workers = restart_workers or Policy.ON_FAILURE
     plan = Plan(
-        command=tuple(command),
+        command=tuple(command) if command else resident.command(kept),
+        resident=not command,
         workers=workers,
         socket=None if socket is None else socket_path(socket),
         ram_budget_bytes=None if ram_budget is None else parse_size(ram_budget),
         limits=limits,
-        devices=_devices(devices),
+        devices=names,
         grace_s=_seconds("--grace", grace),
-        worker_rule=Rule(restart_workers, restarts=max_restarts),
+        worker_rule=Rule(restart_workers or Policy.NEVER, restarts=max_restarts),
         coordinator_rule=Rule(restart_coordinator, restarts=max_restarts),
     )
     sys.exit(supervisor.launch(plan))

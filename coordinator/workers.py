@@ -37,6 +37,7 @@ class Worker:
     """One rank, over all its lives."""
 
     rank: int
+    name: str
     member: Member
     child: Child | None = None
     sources: list[Source] = field(default_factory=list)
@@ -45,10 +46,6 @@ class Worker:
     state: str = "restarting"
     """As `MemberReport` has it. "restarting" is also one that has not been started yet."""
     last_end: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.rank}"
 
     @property
     def pid(self) -> int | None:
@@ -77,7 +74,10 @@ class Workers:
         self._path = os.path.abspath(path)
         self._outlets = outlets
         self._fds_limit = fds_limit
-        self.all = [Worker(rank, Member(plan.worker_rule)) for rank in range(plan.workers)]
+        self.all = [
+            Worker(rank, plan.name_of(rank), Member(plan.worker_rule))
+            for rank in range(plan.workers)
+        ]
 
     def running(self) -> list[Worker]:
         return [worker for worker in self.all if worker.child is not None]
@@ -96,7 +96,7 @@ class Workers:
         stdout, stderr = sources
         try:
             child = Child(
-                self._plan.command,
+                self._plan.command_of(worker.rank),
                 stdin=subprocess.DEVNULL if os.isatty(0) else None,
                 stdout=stdout.theirs,
                 stderr=stderr.theirs,

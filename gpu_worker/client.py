@@ -109,6 +109,10 @@ class Client:
         self.keeper = self.leases.keeper
         self._opening = threading.RLock()
         self._opened = False
+        self.background = False
+        """What is loaded and shared through this waits behind all others, and takes nothing from
+        anybody.
+        """
 
     # --- for workers ----------------------------------------------------------------------------
 
@@ -283,7 +287,10 @@ class Client:
                 return False
         try:
             self._session.ask(
-                request, lambda rid: Acquire(rid, key, None, charge.copy_of, limit_s(), pool=pool)
+                request,
+                lambda rid: Acquire(
+                    rid, key, None, charge.copy_of, limit_s(), self.background, pool
+                ),
             )
             while True:
                 match self._session.next(request):
@@ -497,7 +504,7 @@ class Client:
             return
         # The name is for people, and may be cut or escaped: the fd says which file is meant.
         name = os.fsencode(ask.source).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
-        prefetch = request.kind == "prefetch"
+        prefetch = request.kind == "prefetch" or self.background
         request.fd = open_source(ask.source)
         self._session.ask(request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s, prefetch))
 

@@ -308,6 +308,8 @@ class Placement:
         self._stay = Group(device, own)
         self.moved_bytes = self.size_bytes = self._stay.size_bytes
         self._streaming: Streaming | None = None
+        self._kept: Block | None = None
+        """What is shared, also if no tensor of the module lies in it."""
         if room_bytes is not None and room_bytes < self.size_bytes:
             parts = _parts(module, moved)
             sizes = [(part.name, part.added_bytes, part.own_bytes) for part in parts]
@@ -350,6 +352,7 @@ class Placement:
         if self._shared is not None:
             assert shared is not None
             self._shared.point_there(shared)
+        self._kept = shared
         if block is not None:
             self._stay.point_there(block)
             if self._streaming is not None:
@@ -380,14 +383,15 @@ class Placement:
         for group in self._groups():
             group.take_back(tensors(weights))
 
-    def abandon(self) -> list[torch.Tensor]:
-        """Have every tensor lie on the host again, whatever was edited; return those on the device.
+    def abandon(self) -> list[object]:
+        """Have every tensor lie on the host again, whatever was edited; return what is there.
 
         In a forked child, where nothing can be done with these, dropping them included.
         """
         if self._streaming is not None:
             self._streaming.end()
-        return [tensor for group in self._groups() for tensor in group.abandon()]
+        kept, self._kept = self._kept, None
+        return [kept, *(tensor for group in self._groups() for tensor in group.abandon())]
 
     def point_home(self) -> None:
         """Have every tensor lie on the host again. May be called at any time, more than once.
@@ -398,6 +402,7 @@ class Placement:
             self._streaming.end()
         for group in self._groups():
             group.point_home()
+        self._kept = None
 
 
 def _lies_in(moved: _Moved, segment: Segment) -> bool:

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -76,6 +77,7 @@ class Residence:
         here: it is on its device, and nobody is about to take it from there.
         room_bytes: what it had to do with there, too little for all of it; None if it has all.
         size_bytes: what it takes there, 0 while it is on the host.
+        left: called once it has left, by whosever wish, with no lock held.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Residence:
         self.here = False
         self.room_bytes: int | None = None
         self.size_bytes = 0
+        self.left: Callable[[], object] | None = None
         self.device = device
         self._record = record
         self._client = client
@@ -430,6 +433,7 @@ class Residence:
                 if not self._move.over or self._record.locks:
                     return False
                 was_here, self.here = self.here, False
+                left_bytes = self.size_bytes
                 self._move = mine
             try:
                 with load_lock.read(left_s):
@@ -438,6 +442,8 @@ class Residence:
                 with self._lock:
                     self.here = was_here
                 raise
+            if left_bytes and self.left is not None:
+                self.left()
             return True
         finally:
             mine.over = True

@@ -52,7 +52,14 @@ def test_without_a_coordinator_every_command_says_what_to_do(arguments, path, ru
         ("pin", "k\n"),
         ("unpin", "x" * 513),
         ("drain", "--timeout", "-1"),
-        ("launch",),
+        ("launch", "--keep", "unet"),
+        ("launch", "--keep", "=unet.safetensors"),
+        ("launch", "--keep", "unet="),
+        ("launch", "--keep", " unet=unet.safetensors"),
+        ("launch", "--keep", f"unet={__file__}", "--keep", "unet=other"),
+        ("launch", "--keep", f"unet={__file__}", "--devices", "cpu,cpu"),
+        ("launch", "--keep", f"unet={__file__}", "--devices", "cpu", "--workers", "2"),
+        ("launch", "--keep", f"unet={__file__}", "--", "true"),
         ("launch", "--workers", "0", "true"),
         ("launch", "--ram-budget", "20G", "true"),
         ("launch", "--grace", "inf", "true"),
@@ -137,7 +144,11 @@ def test_a_second_coordinator_is_part_of_exit_code_6(run_here):
 @pytest.mark.parametrize(
     ("name", "usage", "lines"),
     [
-        ("launch", "[OPTIONS] -- CMD...", ["--workers N  ", "CMD...  The worker's command"]),
+        (
+            "launch",
+            "[OPTIONS] [-- CMD...]",
+            ["--workers N  ", "[-- CMD...]  The worker's command", "--keep KEY=SOURCE  "],
+        ),
         ("load", "[OPTIONS] KEY SOURCE", ["KEY     Name of", "SOURCE  Path of", "--timeout S  "]),
         ("evict", "[OPTIONS] [KEY]", ["[KEY]  Name of", "--idle  "]),
         ("pin", "[OPTIONS] KEY", ["KEY  Name of"]),
@@ -157,7 +168,7 @@ def test_help_names_arguments_plainly(name, usage, lines, run_here):
 def test_a_mistyped_option_of_launch_is_no_command(run_here):
     code, out, err = run_here("launch", "--worker", "2", "--", "true", socket="none")
     assert (code, out) == (2, "")
-    assert err.startswith("Usage: weight-cache launch [OPTIONS] -- CMD...\n")
+    assert err.startswith("Usage: weight-cache launch [OPTIONS] [-- CMD...]\n")
     assert "No such option: --worker" in err and "--workers" in err
 
 
