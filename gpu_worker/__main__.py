@@ -19,6 +19,7 @@ from types import FrameType
 from gpu_worker.resident_worker import ResidentWorker
 from shm_store.errors import Draining, WeightCacheError
 from shm_store.keep import KEEP_OPTION, parse_keep
+from shm_store.keys import Key
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list_devices:
         print("\n".join(_visible_devices()))
         return 0
-    _log_to_stderr()
     try:
+        keep = parse_keep(options.keep)
+        _log_to_stderr()
         # In the block: else one could come between the two.
         for number in ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _leave)
-        error: WeightCacheError = _run(options)
+        error: WeightCacheError = _run(options, keep)
     except _Told:
         return 0
     except WeightCacheError as failure:
@@ -50,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return error.exit_code
 
 
-def _run(options: argparse.Namespace) -> WeightCacheError:
+def _run(options: argparse.Namespace, keep: dict[Key, str]) -> WeightCacheError:
     """Keep what is to be kept, and return why it ends.
 
     Raises:
         WeightCacheError: it cannot begin.
         _Told: by a signal.
     """
-    resident = ResidentWorker(options.device, parse_keep(options.keep), options.socket)
+    resident = ResidentWorker(options.device, keep, options.socket)
     with contextlib.closing(resident):
         return resident.wait()
 

@@ -35,6 +35,7 @@ from shm_store.errors import (
     WeightCacheError,
     WorkerClosed,
 )
+from shm_store.keep import KEEP_OPTION
 from shm_store.keys import Key, short_generation
 from shm_store.report import size_text
 
@@ -61,6 +62,7 @@ HEALTHY_S = 10.0
 
 CAUSES = {
     "room": "others need its room on the host",
+    "there": "others need its room on the device",
     "replaced": "there are newer weights",
     "invalidated": "it was retired, or there are newer weights",
     "shutdown": "it is given back",
@@ -117,6 +119,8 @@ class ResidentWorker:
         self.shares = where.shares
         self.place = where.name if where.shares else "the host"
         keys = f"{len(keep)} key{'' if len(keep) == 1 else 's'} to keep"
+        if not keep:
+            keys = f"nothing to keep: name it with {KEEP_OPTION} KEY=SOURCE"
         self.say(f"attached with {self.device}, {keys}")
         if not self.shares:
             why = "its memory cannot be shared" if where.pool else "it has no memory of its own"
@@ -286,7 +290,9 @@ class _Kept(threading.Thread):
         return self._owner.worker._table.residences().get(self._key)
 
     def _has_left(self) -> None:
-        self.gone("others need its room on the device")
+        """Hear that it is not on the device any more. What was retired has left the host before."""
+        there = self._key in self._owner.worker._table.residences()
+        self.gone(CAUSES["there" if there else "invalidated"])
 
     def _tell(
         self, handle: ModelHandle, there: bool, no_room: str, moved_bytes: int, took_s: float

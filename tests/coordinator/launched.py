@@ -37,16 +37,25 @@ class Launched:
     """A running `launch` whose workers are Python code; each says `up RANK PID` when it is."""
 
     def __init__(
-        self, folder: Path, *options: str, worker: str, ignored: int = 0, play: str = "", **popen
+        self,
+        folder: Path,
+        *options: str,
+        worker: str | None,
+        ignored: int = 0,
+        play: str = "",
+        **popen,
     ) -> None:
         """Start it.
 
         Args:
+            worker: None gives no command: the workers are resident ones.
             ignored: a signal that it finds ignored, as under nohup.
             play: Python code to run in its place; it has to do the same in the end.
         """
         command = [sys.executable, *(("-c", play) if play else ("-m", "coordinator"))]
-        command += ["launch", *options, "--", sys.executable, "-c", PREAMBLE + worker]
+        command += ["launch", *options]
+        if worker is not None:
+            command += ["--", sys.executable, "-c", PREAMBLE + worker]
         if ignored:
             command = [sys.executable, "-c", IGNORING, str(ignored), *command]
         inherited = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
@@ -156,7 +165,7 @@ def started_at(pid: int) -> int:
 
 
 def split(line: str) -> tuple[str, str]:
-    found = re.fullmatch(r"\[(worker \d+)\] (.*)", line)
+    found = re.fullmatch(r"\[(worker \d+|resident \S+)\] (.*)", line)
     assert found, line
     return found[1], found[2]
 
