@@ -2,7 +2,7 @@
 
 `weight-cache launch` starts one for each device where it is given no command.
 
-Exit codes: 0 after INT or TERM, or when the coordinator drains; else that of the error: 2 for
+Exit codes: 0 after INT, TERM or HUP, or when the coordinator drains; else that of the error: 2 for
 arguments, 3 for a source that cannot be used and never could, 6 if no coordinator answers.
 """
 
@@ -21,7 +21,8 @@ from shm_store.errors import Draining, WeightCacheError
 from shm_store.keep import KEEP_OPTION, parse_keep
 from shm_store.keys import Key
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A hangup is no failure: a group would start it again, and outlive its terminal."""
 
 
 class _Told(BaseException):
@@ -74,7 +75,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gpu_worker",
         description="Keep weights on a device, for the processes that attach beside it.",
-        epilog="It takes room from nobody, and gives it to whoever needs it. INT and TERM end it.",
+        epilog="It takes room from nobody, and gives it to whoever needs it. INT, TERM and "
+        "HUP end it.",
         allow_abbrev=False,
     )
     which = parser.add_mutually_exclusive_group(required=True)

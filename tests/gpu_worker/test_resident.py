@@ -11,11 +11,13 @@ from safetensors.torch import save_file
 
 import gpu_worker
 from gpu_worker.__main__ import main
+from gpu_worker.request import Ask
 from shm_store.memfds import by_owner
-from shm_store.wire import Done, Limit
+from shm_store.wire import Acquire, Done, Limit
 from tests.gpu_worker.on_device import MIB, matrix, new_device, skeleton
 from tests.gpu_worker.resident import SIDE, SIZE, Beside, checkpoint, linear, resident, result
 from tests.gpu_worker.served import wait_until
+from tests.gpu_worker.spoken import KEY, WAIT_S
 from tests.processes import Coordinator, Peer, running
 
 pytestmark = pytest.mark.process
@@ -237,6 +239,37 @@ def test_it_takes_nothing_from_anybody(served, worker, operator, device, source,
     worker.evict(name)
 
 
+def test_it_takes_nothing_from_anybody_on_the_host(tmp_path, device):
+    source, evicted = checkpoint(tmp_path / "one.safetensors"), []
+    with (
+        running(str(tmp_path / "s"), "--ram-budget", "5MiB") as small,
+        gpu_worker.attach(small.socket, on_evict=lambda *facts: evicted.append(facts)) as worker,
+    ):
+        with worker.use("theirs", skeleton=skeleton(800), build=matrix(800)):
+            pass
+        operator = Peer(small.socket, role="operator")
+        with resident(small.socket, device, {"kept": source}) as kept:
+            wait_until(lambda: [g.key for g in waiting(operator)] == ["kept"])
+            worker.flush()
+            assert evicted == []
+            worker.evict("theirs")
+            kept.said(f"'kept' #.* is on {device}")
+        operator.close()
+
+
+def test_what_it_loads_is_asked_for_behind_all_others(coordinator, client, source):
+    client.background = True
+    future = coordinator.call(client.acquire, Ask(KEY, source, None), None, None)
+    asked = coordinator.expect(Acquire)
+    assert asked.prefetch
+    coordinator.grant(asked.rid)
+    assert future.result(WAIT_S).gen
+
+
+def waiting(operator: Peer):
+    return [g for g in operator.status().generations if g.waiting]
+
+
 def test_room_on_the_host_is_given_and_had_back(tmp_path, device):
     source = checkpoint(tmp_path / "one.safetensors")
     with (
@@ -251,6 +284,37 @@ def test_room_on_the_host_is_given_and_had_back(tmp_path, device):
         del large
         kept.said(f"'kept' #.* is on {device}")
         assert kept.end()[0] == 0
+
+
+def test_who_needs_the_host_waits_for_nobody_who_waits_for_the_device(tmp_path, device):
+    """While it waits for room there, it gives what it has on the host."""
+    source = checkpoint(tmp_path / "one.safetensors")
+    with (
+        running(str(tmp_path / "s"), "--ram-budget", "5MiB") as small,
+        gpu_worker.attach(small.socket, device=device, vram_budget=2 * MIB) as worker,
+        worker.reserve(2 * MIB - 4096),
+        resident(small.socket, device, {"kept": source}) as kept,
+    ):
+        kept.said("is on the host alone")
+        large = worker.state_dict("large", build=lambda: {"w": torch.ones(5 * MIB // 8)})
+        assert (large["w"] == 1).all()
+        del large
+
+
+def test_two_files_under_one_key_are_brought_back_less_and_less_often(
+    served, worker, device, source, tmp_path, key
+):
+    """Whoever loads the other one retires what is kept; nobody is to load without an end."""
+    other = checkpoint(tmp_path / "other.safetensors", 3.0)
+    with resident(served.socket, device, {key: source}) as kept:
+        kept.said("is on sim")
+        for _ in range(2):
+            with worker.use(key, skeleton=linear, source=other) as module:
+                assert result(module) == 3 * SIDE + 3
+            del module
+            kept.said(f"'{key}' has left")
+            kept.said(f"'{key}' #.* is on {device}")
+            worker.evict(key)
 
 
 def test_newer_weights_take_its_place(served, worker, operator, device, source, key):
@@ -268,6 +332,8 @@ def test_newer_weights_take_its_place(served, worker, operator, device, source, 
         worker.flush()
         wait_until(lambda: [len(g.leases) for g in there(operator, device)] == [1])
         served.audit()
+        _, lines = kept.end()
+        assert sum(f"is on {device}" in line for line in lines) == 2, lines
 
 
 def test_what_is_invalidated_comes_back(served, worker, operator, device, source, key):
@@ -278,16 +344,16 @@ def test_what_is_invalidated_comes_back(served, worker, operator, device, source
         kept.said(f"'{key}' #.* is on {device}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
 def test_asked_to_end_it_gives_everything_back(
-    served, operator, device, source, tmp_path, key, number
+    served, operator, device, source, tmp_path, key, name
 ):
     keys = [key, f"{key} 2"]
     sources = dict(zip(keys, [source, checkpoint(tmp_path / "two.safetensors")], strict=True))
     with resident(served.socket, device, sources) as kept:
         for _ in keys:
             kept.said("is on sim")
-        code, lines = kept.end(number)
+        code, lines = kept.end(signal.Signals[f"SIG{name}"])
         assert code == 0, lines
         assert not any("Traceback" in line for line in lines)
     wait_until(lambda: all(session.pid != kept.process.pid for session in sessions(operator)))
@@ -398,7 +464,7 @@ def test_it_outlives_its_coordinator(tmp_path, device):
 )
 def test_wrong_arguments_are_named(arguments, said, capsys):
     try:
-        code = main(arguments)
+        code: object = main(arguments)
     except SystemExit as ended:  # argparse's own
         code = ended.code
     assert code == 2
