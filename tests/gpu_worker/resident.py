@@ -69,9 +69,10 @@ class Resident:
         return self.wait()
 
     def wait(self) -> tuple[int, list[str]]:
-        _, rest = self.process.communicate(timeout=WAIT_S)
-        self.heard += rest.splitlines()
-        return self.process.returncode, self.heard
+        """Wait for its end; as `end`."""
+        assert self.process.stderr is not None
+        self.heard += self.process.stderr.read().splitlines()  # behind what `said` has buffered
+        return self.process.wait(WAIT_S), self.heard
 
 
 @contextmanager
