@@ -58,7 +58,7 @@ LOOK_S = 1.0
 END_TIMEOUT_S = 5.0
 
 HEALTHY_S = 10.0
-"""Weights that were kept for so long are brought back at once when they are replaced."""
+"""What was there for so long is brought back at once."""
 
 CAUSES = {
     "room": "others need its room on the host",
@@ -177,7 +177,7 @@ class _Kept(threading.Thread):
         self._worked = False
         self._failures = _Pauses(1.0, 60.0)
         self._room = _Pauses(0.25, 5.0)
-        self._replaced = _Pauses(0.5, 60.0)
+        self._returns = _Pauses(0.5, 60.0)
 
     def gone(self, cause: str) -> None:
         """Hear that it is not there any more."""
@@ -233,15 +233,15 @@ class _Kept(threading.Thread):
         return pause_s
 
     def _left(self, cause: str) -> None:
-        """It has left. What is replaced again and again is not brought back at once."""
+        """It has left. What does so again and again is not brought back at once, each time."""
         now_s = time.monotonic()
         if self._there:
             self._owner.say(f"{self._key!r} has left {self._owner.place}: {cause}")
         self._there = None
         if now_s - self._there_s >= HEALTHY_S:
-            self._replaced.begin_anew()
-        elif cause in (CAUSES["replaced"], CAUSES["invalidated"]):
-            time.sleep(self._replaced.next_s())
+            self._returns.begin_anew()
+        else:
+            time.sleep(self._returns.next_s())
 
     def _bring(self) -> bool:
         """Have it on the host, and on the device if that shares its memory and has room.
