@@ -13,7 +13,7 @@ from gpu_worker.handle import ModelHandle
 from gpu_worker.records import EvictCause, Held
 from gpu_worker.reservation import Reservation
 from gpu_worker.residence import Resident
-from gpu_worker.worker import Worker, constructing
+from gpu_worker.worker import Worker, check_writes, constructing
 from shm_store.errors import (
     ArgumentRefused,
     BackingFailed,
@@ -95,5 +95,6 @@ __all__ = [
     "Worker",
     "WorkerClosed",
     "attach",
+    "check_writes",
     "constructing",
 ]

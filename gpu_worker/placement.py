@@ -32,6 +32,7 @@ from gpu_worker.block import Block, Piece
 from gpu_worker.device import Device
 from gpu_worker.leases import Segment
 from gpu_worker.mapping import Buffer
+from gpu_worker.read_only import Guard
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
 from gpu_worker.tensors import tensors
@@ -185,6 +186,10 @@ class Group:
                 if there is not None:
                     self._point_home(moved, there, lent)
 
+    def there(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what has memory on the device, by name."""
+        yield from ((moved.name, plain) for moved in self._moved for plain in moved.inner)
+
     def abandon(self) -> list[torch.Tensor]:
         kept = []
         with torch.inference_mode(False), torch.no_grad():
@@ -279,12 +284,14 @@ class Placement:
         device: Device,
         room_bytes: int | None = None,
         shared: Segment | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Look at all parameters and buffers of `module`, non-persistent ones included.
 
         Args:
             room_bytes: what it may take; None lets it have what it needs.
             shared: what lies in this is to lie in a block that others have, too.
+            guard: watches over that as long as it is there.
 
         Raises:
             ArgumentRefused: some are on the meta device, or have no plain memory.
@@ -302,8 +309,11 @@ class Placement:
                 f"{listed(unfit)}",
                 remedy="materialise what is on the meta device, and make sparse tensors dense",
             )
-        own = [one for one in moved.values() if shared is None or not _lies_in(one, shared)]
-        others = [one for one in moved.values() if one not in own]
+        own: list[_Moved] = []
+        others: list[_Moved] = []
+        for one in moved.values():
+            (others if shared is not None and _lies_in(one, shared) else own).append(one)
+        self._guard = guard
         self._shared = Group(device, others, segment=shared) if others else None
         self._stay = Group(device, own)
         self.moved_bytes = self.size_bytes = self._stay.size_bytes
@@ -352,6 +362,8 @@ class Placement:
         if self._shared is not None:
             assert shared is not None
             self._shared.point_there(shared)
+            if self._guard is not None:
+                self._guard.begin(self._shared.there())
         self._kept = shared
         if block is not None:
             self._stay.point_there(block)
@@ -390,6 +402,8 @@ class Placement:
         """
         if self._streaming is not None:
             self._streaming.end()
+        if self._guard is not None:
+            self._guard.end()
         kept, self._kept = self._kept, None
         return [kept, *(tensor for group in self._groups() for tensor in group.abandon())]
 
@@ -398,6 +412,8 @@ class Placement:
 
         What was given up has no elements then.
         """
+        if self._guard is not None:
+            self._guard.end()
         if self._streaming is not None:
             self._streaming.end()
         for group in self._groups():

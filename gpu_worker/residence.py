@@ -227,6 +227,7 @@ class Residence:
         """
         from gpu_worker.leases import Segment
         from gpu_worker.placement import Placement
+        from gpu_worker.read_only import Guard
         from gpu_worker.tensors import data_range
 
         with self._lock:
@@ -236,7 +237,8 @@ class Residence:
             if whole is None or not data:
                 return False
             segment = Segment(whole.fd, whole.address + data.start, len(data))
-            placement = Placement(module, self.device, shared=segment)
+            guard = Guard(module, self._record.key, self.device.name)
+            placement = Placement(module, self.device, shared=segment, guard=guard)
             try:
                 shared, uploaded_bytes = self._share(segment, data.start, end_s)
             except BudgetExceeded as refusal:

@@ -50,6 +50,19 @@ WORKING_MEMORY = Key("working memory")
 """What `status` calls memory on a device that is kept free of models."""
 
 
+def check_writes() -> AbstractContextManager[object]:
+    """Return a context manager in which every operation of this thread is looked at: for tests.
+
+    Raises:
+        ArgumentRefused: in it, an operation would write to weights that all processes on a device
+            share (`share_vram`). Names them. Elsewhere, and by code that torch knows nothing of,
+            that would end the process.
+    """
+    from gpu_worker.read_only import CheckWrites
+
+    return CheckWrites()  # type: ignore[no-untyped-call]
+
+
 def constructing(timeout: float | None = None) -> AbstractContextManager[None]:
     """Return a context manager in which this thread builds a module, and no other thread moves one.
 
