@@ -28,6 +28,7 @@ from shm_store import segment
 from shm_store.channel import close_all
 from shm_store.errors import SegmentRefused, WeightCacheError
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, parse_key, was_given
+from shm_store.memfds import PREFIX, memfd_name
 
 log = logging.getLogger("coordinator")
 
@@ -135,8 +136,11 @@ class Store:
             kind, _, what = name.partition("-")
             kept, once = False, 1
             if kind == "segment":
-                about = _read_about(fds[1]) if len(fds) > 1 else None
-                once += about is not None
+                fds.sort(key=_says)  # which comes first is for the manager to choose
+                about = _read_about(fds[-1]) if _says(fds[-1]) else None
+                if about is not None:
+                    once = 2
+                    fds.insert(1, fds.pop())
                 kept = self._recover_segment(found, GenerationId(what), fds[0], about, start_ns)
             elif kind == "session":
                 kept = not _has_ended(fds[0])
@@ -238,9 +242,14 @@ class Store:
 
 def _memfd(name: str, said: Words | About) -> int:
     """Return a memfd that says this."""
-    fd = os.memfd_create(f"weight-cache:{name}", os.MFD_CLOEXEC)
+    fd = os.memfd_create(f"{PREFIX}{name}", os.MFD_CLOEXEC)
     segment.write_at(fd, msgspec.msgpack.encode(said), 0)
     return fd
+
+
+def _says(fd: int) -> bool:
+    """Say whether this says what memory on a device is."""
+    return memfd_name(fd) == f"{PREFIX}{ABOUT}"
 
 
 def _read_about(fd: int) -> About | None:

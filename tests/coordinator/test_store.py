@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+from collections.abc import Callable
 
 import pytest
 
-from coordinator.store import RETRY_S, Store
+from coordinator import notify
+from coordinator.ledger.events import Offer
+from coordinator.store import ABOUT, RETRY_S, About, Found, Store, _memfd
+from shm_store.keys import LeaseId, generation_id
+from shm_store.segment import SEALS
 from tests.processes import fds_of
 
 
@@ -25,7 +31,7 @@ class Manager:
         said: list[str] = []
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+                data, fds, _, _ = socket.recv_fds(self._socket, 4096, 2)
             except BlockingIOError:
                 return said
             for fd in fds:
@@ -98,5 +104,101 @@ def test_what_is_gone_before_it_could_be_stored_is_held_by_nobody(manager):
             "FDSTOREREMOVE=1 FDNAME=segment-1-1",
         ]
         os.close(fd)
+
+    asyncio.run(main())
+
+
+# --- what was on a device -----------------------------------------------------------------------
+
+GEN = generation_id(1, 7)
+POOL = "vram:sim-7"
+SIZE_BYTES = 8192
+KNOWN = Offer(GEN, LeaseId(0), "k", "build:host", SIZE_BYTES, pool=POOL)
+
+
+def memory(gen: str = GEN) -> int:
+    """Return memory of a simulated device, as nobody may change it any more."""
+    fd = os.memfd_create(f"weight-cache:sim:7:{gen}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, SIZE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def about(**other) -> int:
+    facts = {"pool": POOL, "key": "k", "fingerprint": "build:host", "size_bytes": SIZE_BYTES}
+    return _memfd(ABOUT, About(**(facts | other)))
+
+
+def found(monkeypatch, *fds: int) -> tuple[Found, list[tuple[str, int]]]:
+    """Return what a store finds in these, and what it tells its manager. Closes all it found."""
+    monkeypatch.setattr(notify, "inherited", lambda: {f"segment-{GEN}": list(fds)})
+    said: list[tuple[str, int]] = []
+    monkeypatch.setattr(Store, "_say", lambda self, name, *stored: said.append((name, len(stored))))
+
+    async def main() -> Found:
+        there = Store(asyncio.get_running_loop()).recover(2)
+        assert there is not None
+        return there
+
+    there = asyncio.run(main())
+    for fd, _ in there.segments.values():
+        os.close(fd)
+    return there, said
+
+
+@pytest.mark.parametrize(
+    "stored", [(memory, about), (about, memory)], ids=["as it was stored", "the other way round"]
+)
+def test_what_is_on_a_device_is_found_with_what_it_is(monkeypatch, stored):
+    before = held("weight-cache:")
+    there, said = found(monkeypatch, *(make() for make in stored))
+    assert {gen: offer for gen, (_, offer) in there.segments.items()} == {GEN: KNOWN}
+    assert (said, held("weight-cache:")) == ([], before)
+
+
+def test_what_was_stored_twice_is_stored_once_again(monkeypatch):
+    before = held("weight-cache:")
+    there, said = found(monkeypatch, memory(), about(), memory(), about())
+    assert there.segments[GEN][1] == KNOWN
+    assert said == [(f"segment-{GEN}", 0), (f"segment-{GEN}", 2)]
+    assert held("weight-cache:") == before
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        [memory],
+        [about],
+        [lambda: memory(generation_id(1, 8)), about],
+        [memory, lambda: about(size_bytes=4096)],
+        [memory, lambda: about(pool="vram:sim-8")],
+        [memory, lambda: about(key="\n")],
+        [memory, lambda: os.memfd_create("weight-cache:about")],
+    ],
+    ids=["no word", "no memory", "another", "a size", "a device", "a key", "nothing said"],
+)
+def test_what_does_not_agree_is_given_back_and_forgotten(
+    monkeypatch, caplog, stored: list[Callable[[], int]]
+):
+    before = held("weight-cache:")
+    there, said = found(monkeypatch, *(make() for make in stored))
+    assert there.segments == {} and said == [(f"segment-{GEN}", 0)]
+    assert held("weight-cache:") == before
+    assert f"generation {GEN} is not used" in caplog.text
+
+
+def test_what_is_on_a_device_is_stored_once_with_what_it_is(manager):
+    async def main() -> None:
+        store = Store(asyncio.get_running_loop())
+        fd = memory()
+        for _ in range(2):
+            store.keep_segment(GEN, fd, KNOWN)
+        os.close(fd)
+        store.forget_segment(GEN)
+        fd = memory()
+        store.keep_segment(GEN, fd, KNOWN)
+        os.close(fd)
+        stores = f"FDSTORE=1 FDNAME=segment-{GEN} FDPOLL=0"
+        assert manager.read() == [stores, f"FDSTOREREMOVE=1 FDNAME=segment-{GEN}", stores]
 
     asyncio.run(main())
