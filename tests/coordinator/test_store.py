@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from coordinator import notify
+from coordinator.kernel_facts import ABOUT
 from coordinator.ledger.events import Offer
-from coordinator.store import ABOUT, RETRY_S, About, Found, Store, _memfd
+from coordinator.store import RETRY_S, About, Found, Store, _memfd
 from shm_store.keys import LeaseId, generation_id
 from shm_store.segment import SEALS
 from tests.processes import fds_of
