@@ -1,7 +1,8 @@
 """Which bytes go when room is needed. Decides only; `turn` acts.
 
-The order: retained generations, least recently leased first; then fills that nobody waits for any
-more; then, by asking their holders, what is leased. Never a pinned one.
+The order: retained generations, those of least use first, then those least recently leased; then
+fills that nobody waits for any more; then, by asking their holders, what is leased. Never a pinned
+one.
 
 Evicting what somebody else still maps frees nothing. So of several holders each is asked first
 whether it uses the bytes, and they let go only once none has said that it does; and what was asked
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 
 from coordinator.ledger.state import Generation, Ledger, Pool, State
-from shm_store.keys import SessionId
+from shm_store.keys import SessionId, version_fingerprint
 from shm_store.wire import RAM
 
 REVOKE_PATIENCE_S = 1.0
@@ -21,13 +22,29 @@ REVOKE_PATIENCE_S = 1.0
 
 
 def retained(ledger: Ledger, pool: str) -> list[Generation]:
-    """Return what may be evicted from `pool` without taking anything from anybody, LRU first."""
+    """Return what may be evicted from `pool` without taking anything from anybody.
+
+    What is of least use first, then LRU.
+    """
     idle = [
         generation
         for generation in ledger.in_pool(pool)
         if generation.retained and not ledger.pinned(generation)
     ]
-    return sorted(idle, key=lambda generation: (generation.idle_s, generation.id))
+    return sorted(idle, key=lambda one: (_use(ledger, one), one.idle_s, one.id))
+
+
+def _use(ledger: Ledger, generation: Generation) -> int:
+    """Return of how much use it is that this stays.
+
+    A copy on a device of what is not READY any more is of none: nobody is granted it. And without
+    what is on the host, so would be what a device has of it.
+    """
+    if generation.pool != RAM:
+        host = ledger.ready((RAM, generation.key))
+        return int(host is not None and generation.fingerprint == version_fingerprint(host.id))
+    there = (one for one in ledger.of_key(generation.key) if one.pool != RAM)
+    return 1 + any(one.state is State.READY for one in there)
 
 
 def victims(ledger: Ledger, pool: Pool, needed_bytes: int) -> list[Generation]:

@@ -11,6 +11,7 @@ from coordinator.ledger.state import State
 from shm_store.keys import generation_id
 from shm_store.wire import (
     Ack,
+    Acquire,
     Charge,
     Declare,
     Done,
@@ -316,3 +317,41 @@ class TestRestart:
         world.event(Resumed(1, "w1", "cuda:0", charges=(held,), devices=(told,)))
         assert world.ledger.pools[GPU].in_use_bytes == 60
         assert world.generation(held.gen).fixed
+
+
+class TestShared:
+    """What goes first of what nobody leases, where devices have copies that all processes share."""
+
+    def copied(self, world: World, session: int, host: str, key: str, size: int = 30) -> str:
+        """Have a copy of a generation on the device, which nobody leases any more."""
+        rid = world.rid(session)
+        world.say(session, Acquire(rid, key, None, host, 300.0, pool=GPU))
+        gen = world.newest()
+        world.fill(gen, size, session)
+        assert world.answer(session, rid) == Grant(rid, gen)
+        world.release(session, gen, rid)
+        return gen
+
+    def test_on_the_host_what_a_device_has_a_copy_of_goes_last(self):
+        """Read anew it would be another generation, and what is there of no use."""
+        world = with_device(100)
+        kept, goes = world.retain(1, "a", 400), world.retain(1, "b", 400)
+        there = self.copied(world, 1, kept, "a")
+        world.load(2, "c")
+        world.reserve(world.newest(), 500)
+        assert (world.state(kept), world.state(goes)) == (State.READY, State.FREEING)
+        world.load(2, "d")
+        world.reserve(world.newest(), 800)
+        world.freed(goes)
+        assert world.state(kept) is State.FREEING and world.state(there) is State.READY
+
+    def test_on_a_device_a_copy_of_what_is_gone_goes_first(self):
+        world = with_device(100)
+        a, lease = world.have(1, "a", 400)
+        b = world.retain(1, "b", 400)
+        kept, goes = self.copied(world, 1, a, "a", 40), self.copied(world, 1, b, "b", 40)
+        world.load(2, "c")
+        world.reserve(world.newest(), 500)
+        assert world.state(b) is State.FREEING and lease in world.leases(a).values()
+        charge(world, 2, 50)
+        assert (world.state(kept), world.state(goes)) == (State.READY, State.FREEING)
