@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from shm_store.memfds import kernel_bytes
+from gpu_worker import Worker
+from shm_store.memfds import by_owner, kernel_bytes
+from shm_store.report import GenerationReport
 from tests.processes import Peer
 
 MIB = 1 << 20
@@ -47,3 +49,18 @@ def charged(operator: Peer, device: str) -> int:
 def taken(device: str) -> int:
     """Return what this process has there by the kernel."""
     return kernel_bytes(device, os.getpid())
+
+
+def there(operator: Peer, device: str) -> list[GenerationReport]:
+    """Return what is on the device by the books; the kernel says the same of each."""
+    pool = f"vram:sim-{device.partition(':')[2]}"
+    found = [g for g in operator.status().generations if g.pool == pool and g.state == "ready"]
+    taken = by_owner()
+    for generation in found:
+        assert taken[generation.generation] == generation.size_bytes
+    return found
+
+
+def moved(worker: Worker) -> int:
+    """Return how many bytes were brought to the device for a worker so far."""
+    return sum(model.moved_bytes for model in worker._table.counted())

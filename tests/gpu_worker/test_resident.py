@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 import gpu_worker
 from gpu_worker.__main__ import main
 from gpu_worker.request import Ask
-from shm_store.memfds import by_owner
 from shm_store.wire import Acquire, Done, Limit
-from tests.gpu_worker.on_device import MIB, matrix, new_device, skeleton
+from tests.gpu_worker.on_device import MIB, matrix, moved, new_device, skeleton, there
 from tests.gpu_worker.resident import SIDE, SIZE, Beside, checkpoint, linear, resident, result
 from tests.gpu_worker.served import wait_until
 from tests.gpu_worker.spoken import KEY, WAIT_S
@@ -51,20 +50,6 @@ def beside(served, device):
     yield start
     for one in started:
         one.kill()
-
-
-def moved(worker: gpu_worker.Worker) -> int:
-    return sum(model.moved_bytes for model in worker._table.counted())
-
-
-def there(operator: Peer, device: str):
-    """What is on the device by the books; the kernel says the same of each."""
-    pool = f"vram:sim-{device.partition(':')[2]}"
-    found = [g for g in operator.status().generations if g.pool == pool and g.state == "ready"]
-    taken = by_owner()
-    for generation in found:
-        assert taken[generation.generation] == generation.size_bytes
-    return found
 
 
 def leases(operator: Peer, key: str) -> int:

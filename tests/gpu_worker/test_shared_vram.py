@@ -11,11 +11,10 @@ import torch
 
 import gpu_worker
 from shm_store.errors import BudgetExceeded
-from shm_store.memfds import by_owner
 from shm_store.wire import Done, Evict
-from tests.gpu_worker.on_device import MIB, matrix, new_device, skeleton
+from tests.gpu_worker.on_device import MIB, matrix, moved, new_device, skeleton, there
 from tests.gpu_worker.served import WAIT_S, wait_until
-from tests.processes import ROOT, Peer
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -89,20 +88,6 @@ def other(served, device) -> Iterator[Other]:
 
 def load(worker: gpu_worker.Worker, key: str, **facts) -> gpu_worker.ModelHandle:
     return worker.load(key, skeleton=skeleton(SIDE), build=matrix(SIDE), **facts)
-
-
-def moved(worker: gpu_worker.Worker) -> int:
-    return sum(model.moved_bytes for model in worker._table.counted())
-
-
-def there(operator: Peer, device: str):
-    """What is on the device by the books; the kernel says the same of each."""
-    pool = f"vram:sim-{device.partition(':')[2]}"
-    found = [g for g in operator.status().generations if g.pool == pool and g.state == "ready"]
-    taken = by_owner()
-    for generation in found:
-        assert taken[generation.generation] == generation.size_bytes
-    return found
 
 
 def right(module: torch.nn.Module) -> bool:
