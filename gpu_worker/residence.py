@@ -307,6 +307,7 @@ class Residence:
             if charge.memory is None or not charge.memory.watched:
                 if block is not None:
                     block.free()
+                self.device.release_cached()
                 self._client.leases.discharge(charge)
             raise
         return block, uploaded_bytes

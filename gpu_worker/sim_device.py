@@ -162,10 +162,12 @@ class SimDevice:
                 self._admit(block_bytes)
                 self._coming.add(pages)
             pages.make_unmapped(owner)
+            made = SimSegment(pages)
+            pages.filled_as = weakref.ref(made)
+            return made
         except BaseException:
             self.drop(pages)
             raise
-        return SimSegment(pages)
 
     def open_segment(self, fd: int, size_bytes: int) -> Block:
         name = memfd_name(fd) or ""
@@ -194,8 +196,11 @@ class SimDevice:
         self._coming.discard(pages)
 
     def release_cached(self) -> None:
-        """Free the blocks that were dropped and that nobody watched."""
+        """Free the blocks that were dropped and that nobody watched, and what nobody fills."""
         with self._lock:
+            for pages in list(self._coming):
+                if pages.filled_as is not None and pages.filled_as() is None:
+                    self.drop(pages)
             for memory in list(self._memories):
                 if memory.abandoned:
                     memory.free()
@@ -253,7 +258,7 @@ _made: weakref.WeakSet[SimDevice] = weakref.WeakSet()
 class _Pages:
     """Where the pages of a block are: what is left of it to give back."""
 
-    __slots__ = ("address", "device", "fd", "size_bytes", "unmapped")
+    __slots__ = ("address", "device", "fd", "filled_as", "size_bytes", "unmapped")
 
     def __init__(self, device: SimDevice, size_bytes: int) -> None:
         self.device = device
@@ -262,6 +267,8 @@ class _Pages:
         self.address = 0
         self.size_bytes = size_bytes
         self.unmapped = False
+        self.filled_as: weakref.ref[SimSegment] | None = None
+        """What is to be closed, where there is no block."""
 
     def make(self, owner: str) -> Buffer:
         """Have the pages, and return their map. Whatever it raises, `unmake` is to be called."""

@@ -46,8 +46,11 @@ def by_owner() -> dict[str, int]:
 
 
 def has_block(owner: str) -> bool:
-    """Say whether a process has a block of any simulated device that is for `owner`."""
-    return owner in by_owner()
+    """Say whether a process has memory of any simulated device that is for `owner`.
+
+    A file that was made for it, and has no memory yet, is none.
+    """
+    return by_owner().get(owner, 0) > 0
 
 
 def memfd_name(fd: int) -> str | None:

@@ -23,6 +23,7 @@ import torch
 import gpu_worker
 from gpu_worker.flights import Flight, Flights
 from shm_store.keys import Key
+from shm_store.wire import Done, Evict
 from tests.gpu_worker.on_device import charged, new_device
 from tests.gpu_worker.served import WAIT_S, skeleton, wait_until
 
@@ -40,7 +41,8 @@ LEFT_OPEN = (
     ("connection.py", "open", "eventfd"),
     ("sim_device.py", "_memfd", "memfd_create"),
     ("pages.py", "any_own", "open"),
-    ("mapping.py", "dup_fd", "fcntl"),
+    ("mapping.py", "dup_fd", "dup"),
+    ("sim_device.py", "open", "dup"),
 )
 """The number of an fd that was made, and that nobody has yet."""
 
@@ -240,6 +242,9 @@ def session(worker, key, **weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "shares", [pytest.param(False, id="private"), pytest.param(True, id="shared")]
+)
+@pytest.mark.parametrize(
     ("call", "first"),
     [
         pytest.param(use, None, id="use"),
@@ -255,16 +260,19 @@ def session(worker, key, **weights):
     ],
 )
 def test_a_call_leaves_nothing_half_done_on_a_device(
-    served, operator, key, source, other_thread, call, first
+    served, operator, key, source, other_thread, call, first, shares
 ):
-    """The next one succeeds, and what is charged there is what is there: in the end, nothing."""
+    """The next one succeeds, and what is charged there is what is there: in the end, nothing.
+
+    What is shared stays until it is evicted.
+    """
     before, fds = quiet(), open_fds()
     device = new_device()
     worker: gpu_worker.Worker | None = None
 
     def prepare():
         nonlocal worker
-        worker = gpu_worker.attach(served.socket, device=device)
+        worker = gpu_worker.attach(served.socket, device=device, share_vram=shares)
         if first is not None:
             first(worker, key, source=source)
         return lambda: call(worker, key, source=source)
@@ -273,17 +281,20 @@ def test_a_call_leaves_nothing_half_done_on_a_device(
         assert worker is not None
         again = worker
         if worker._table._records.closed:
-            again = gpu_worker.attach(served.socket, device=device)
+            again = gpu_worker.attach(served.socket, device=device, share_vram=shares)
         check_whole(again, key, other_thread, source=source)
         assert again.shutdown() == () or place == LEFT_LOCKED, place
         worker.shutdown()
         del again
         worker = None
         gc.collect()
-        wait_until(lambda: charged(operator, device) == 0)
+        if shares:
+            operator.send(Evict(operator.next_rid(), key))
+            operator.expect(Done)
         if place in LEFT_OPEN:
             wait_until(lambda: quiet()[0] <= before[0] + 1)
             close_lost(fds)
+        wait_until(lambda: charged(operator, device) == 0)
         settle(before)
     assert worker is not None
     worker.shutdown()

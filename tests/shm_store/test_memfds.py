@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shm_store.memfds import PREFIX, kernel_bytes
+from shm_store.memfds import PREFIX, has_block, kernel_bytes
 
 PAGE = 4096
 SIM = f"sim:{os.getpid()}"
@@ -107,3 +107,13 @@ def test_a_process_that_has_ended_has_nothing() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert kernel_bytes(f"{SIM}74", child) == 0
+
+
+def test_a_file_without_memory_is_nobodys_block() -> None:
+    """It has the name of whom it is for before it has anything of the device."""
+    fd = os.memfd_create(f"{PREFIX}{SIM}74:1-77")
+    assert not has_block("1-77")
+    os.posix_fallocate(fd, 0, PAGE)
+    assert has_block("1-77")
+    os.close(fd)
+    assert not has_block("1-77")
