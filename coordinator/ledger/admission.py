@@ -127,6 +127,9 @@ def start(turn: Turn, generation: Generation) -> None:
     """Have the owner of an OPEN generation begin: the worker that asked first, or a loader."""
     generation.held = False
     first = next(iter(generation.askers.values()))
+    # What it has waited for others before counts: its process waits no longer than that in all.
+    first.timeout_s = max(0.0, first.since_s + first.timeout_s - turn.now_s)
+    first.since_s = turn.now_s
     if first.source is None:
         turn.send(first.session, Ticket(first.rid, generation.id, first.key, first.fingerprint))
     else:

@@ -69,7 +69,10 @@ def _unanswered(ledger: Ledger) -> list[Lease]:
 
 
 def _deadline_s(ledger: Ledger, request: Request) -> float | None:
-    """A ticket holder is timed only while its RESERVE waits, an asker while nothing progresses."""
+    """A ticket holder is timed only while its RESERVE waits, an asker while nothing progresses.
+
+    Who is asked to build because another has given up has waited for that one, too: see `start`.
+    """
     if request.gen is None:
         return None
     generation = ledger.generations[request.gen]

@@ -165,7 +165,7 @@ class Generation:
         deaths: how many owners of this fill died, this generation's predecessors included.
         size_bytes: 0 until RESERVE; charged from RESERVED on.
         queued_s: since when its RESERVE waits for room.
-        progressed_s: when the fill last came further.
+        progressed_s: when the fill last came further; 0 until it has begun.
         idle_s: since when nobody leases it.
         died_pid: the last of those who ended without giving it back; 0 if nobody has.
     """

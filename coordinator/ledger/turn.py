@@ -172,7 +172,6 @@ class Turn:
             copy_of=copy_of,
             doomed=doomed,
             deaths=deaths,
-            progressed_s=self.now_s,
         )
         ledger.generations[generation.id] = generation
         if not private:

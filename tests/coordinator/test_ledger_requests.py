@@ -187,3 +187,33 @@ def test_a_key_that_is_no_key_is_refused_by_name():
     rid = world.load(1, "bad\nkey")
     assert world.failure(1, rid) == "key_refused"
     assert world.ledger.generations == {} and world.done(Back) == []
+
+
+def test_who_is_promoted_has_waited_already_and_is_refused_in_time_with_the_reason():
+    """Its process waits no longer than its timeout in all, and would not hear who has the room."""
+    world = World(limit_bytes=100)
+    world.attach(1, 2, 3)
+    world.have(3, "held", 60)
+    first = world.build(1, "k", timeout_s=2.5)
+    world.reserve(world.ticket(1, first), 60, 1)
+    world.wait_until(1.0)
+    second = world.build(2, "k", timeout_s=2.5)
+    world.wait_until(2.5)
+    assert world.failure(1, first) == "budget_exceeded"
+    assert world.answer(2, second) is None
+    world.reserve(world.ticket(2, second), 60, 2)
+    world.wait_until(3.5)
+    assert world.failure(2, second) == "budget_exceeded"
+    assert [holder.key for holder in world.answer(2, second).cause.error().holders] == ["held"]
+
+
+def test_a_new_generation_is_no_progress():
+    """Else who waits for loaders that die would be answered after its process has given up."""
+    world = World()
+    world.attach(1)
+    rid = world.load(1, "k", timeout_s=2.5)
+    world.wait_until(2.0)
+    world.loader_ended(world.newest(), "was killed by signal 9")
+    assert world.answer(1, rid) is None
+    world.wait_until(2.5)
+    assert world.failure(1, rid) == "load_timeout"
