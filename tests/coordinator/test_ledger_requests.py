@@ -210,10 +210,11 @@ def test_who_is_promoted_has_waited_already_and_is_refused_in_time_with_the_reas
 def test_a_new_generation_is_no_progress():
     """Else who waits for loaders that die would be answered after its process has given up."""
     world = World()
-    world.attach(1)
-    rid = world.load(1, "k", timeout_s=2.5)
+    world.attach(1, 2)
+    rids = {session: world.load(session, "k", timeout_s=2.5) for session in (1, 2)}
     world.wait_until(2.0)
     world.loader_ended(world.newest(), "was killed by signal 9")
-    assert world.answer(1, rid) is None
+    assert [world.answer(session, rid) for session, rid in rids.items()] == [None, None]
     world.wait_until(2.5)
-    assert world.failure(1, rid) == "load_timeout"
+    for session, rid in rids.items():
+        assert world.failure(session, rid) == "load_timeout"
