@@ -325,7 +325,7 @@ class Placement:
             sizes = [(part.name, part.added_bytes, part.own_bytes) for part in parts]
             plan = partial(sizes, room_bytes)
             if plan is None:
-                raise _too_small(parts, room_bytes)
+                raise _too_small(parts, room_bytes, device.name)
             self._divide(device, parts, plan)
 
     @property
@@ -456,11 +456,11 @@ def _parts(module: torch.nn.Module, moved: dict[int, _Moved]) -> list[_Part]:
     return parts
 
 
-def _too_small(parts: list[_Part], room_bytes: int) -> BudgetExceeded:
+def _too_small(parts: list[_Part], room_bytes: int, device: str) -> BudgetExceeded:
     largest = max(parts, key=lambda part: part.own_bytes)
     return BudgetExceeded(
         f"module {largest.name!r} alone takes {size_text(largest.own_bytes)}, and there is room on "
-        f"its device for {size_text(room_bytes)}",
+        f"{device} for {size_text(room_bytes)}",
         needed_bytes=largest.own_bytes,
         free_bytes=room_bytes,
         possible_bytes=room_bytes,

@@ -77,6 +77,7 @@ class Residence:
         here: it is on its device, and nobody is about to take it from there.
         room_bytes: what it had to do with there, too little for all of it; None if it has all.
         size_bytes: what it takes there, 0 while it is on the host.
+        is_to_share: its weights are to lie in memory there that other processes have, too.
         left: called once it has left, by whosever wish, with no lock held.
     """
 
@@ -112,6 +113,7 @@ class Residence:
         self._placements = weakref.WeakKeyDictionary()
         self._charges: list[Charge] = []
         """For what is there of it, or about to be."""
+        self.is_to_share = shares
         self._shares = shares and can_share(device)
         self._told = False
         """That it is there in part was said."""
@@ -201,7 +203,8 @@ class Residence:
                 room_bytes = refusal.possible_bytes
                 if not 0 < room_bytes < size_bytes:
                     raise
-                placement = Placement(module, self.device, room_bytes)
+            if room_bytes is not None:
+                placement = self._part(module, room_bytes)
                 size_bytes = self.device.charged_bytes(placement.size_bytes)
                 block = self._allocate(size_bytes, _left(end_s))
             self._placements[module] = placement
@@ -218,6 +221,15 @@ class Residence:
                     size_text(placement.moved_bytes),
                 )
         self._is_here(placement, size_bytes if placement.size_bytes else 0, room_bytes)
+
+    def _part(self, module: torch.nn.Module, room_bytes: int) -> Placement:
+        from gpu_worker.placement import Placement
+
+        try:
+            return Placement(module, self.device, room_bytes)
+        except BudgetExceeded as too_small:
+            too_small.message = f"{self._record.key!r}: {too_small.message}"
+            raise
 
     def _bring_shared(self, module: torch.nn.Module, end_s: float | None, started_s: float) -> bool:
         """Have the module lie in memory that all processes on the device share, what is shared.
@@ -240,7 +252,7 @@ class Residence:
             guard = Guard(module, self._record.key, self.device.name)
             placement = Placement(module, self.device, shared=segment, guard=guard)
             try:
-                shared, uploaded_bytes = self._share(segment, data.start, end_s)
+                shared, uploaded_bytes, move_s = self._share(segment, data.start, end_s)
             except BudgetExceeded as refusal:
                 if 0 < refusal.possible_bytes < refusal.needed_bytes:
                     return False
@@ -248,11 +260,11 @@ class Residence:
             if shared is None:
                 return False
         self._placements[module] = placement
-        room_s, block, size_bytes = time.monotonic(), None, 0
+        room_s, block, size_bytes = time.monotonic() - move_s, None, 0
         if placement.size_bytes:
             size_bytes = self.device.charged_bytes(placement.size_bytes)
             block = self._allocate(size_bytes, _left(end_s))
-            room_s = time.monotonic()
+            room_s = time.monotonic() - move_s
             self._fill(placement, block, end_s)
         with load_lock.read(_left(end_s)):
             placement.point_there(block, shared)
@@ -262,8 +274,8 @@ class Residence:
 
     def _share(
         self, segment: Segment, offset_bytes: int, end_s: float | None
-    ) -> tuple[Block | None, int]:
-        """Return memory that has the bytes of a segment, and how many were moved for that.
+    ) -> tuple[Block | None, int, float]:
+        """Return memory that has the bytes of a segment; how many were moved for that, how long.
 
         None if another module of this process has it.
 
@@ -273,12 +285,13 @@ class Residence:
         pool = self.device.pool
         assert pool is not None
         size_bytes = self.device.segment_bytes(segment.size_bytes)
-        uploaded_bytes = 0
+        uploaded_bytes, move_s = 0, 0.0
 
         from gpu_worker.block import Piece
 
         def make(gen: GenerationId) -> DeviceSegment:
-            nonlocal uploaded_bytes
+            nonlocal uploaded_bytes, move_s
+            began_s = time.monotonic()
             made = self.device.make_segment(size_bytes, gen)
             try:
                 for batch in passes([segment.size_bytes]):
@@ -289,7 +302,7 @@ class Residence:
             except BaseException:
                 made.close()
                 raise
-            uploaded_bytes = segment.size_bytes
+            uploaded_bytes, move_s = segment.size_bytes, time.monotonic() - began_s
             return made
 
         charge = Charge(residence=weakref.ref(self), forks=self.device.forks)
@@ -300,7 +313,7 @@ class Residence:
             key, left_s = self._record.key, _left(end_s)
             if not self._client.share(charge, key, pool, size_bytes, make, left_s):
                 self._charges.remove(charge)
-                return None, 0
+                return None, 0, 0.0
             block = self.device.open_segment(charge.fd, size_bytes)
             self._client.leases.watch_block(charge, block, self.device)
         except BaseException:
@@ -310,7 +323,7 @@ class Residence:
                 self.device.release_cached()
                 self._client.leases.discharge(charge)
             raise
-        return block, uploaded_bytes
+        return block, uploaded_bytes, move_s
 
     def _counted(self, moved_bytes: int, started_s: float, room_s: float) -> None:
         self._count.waited_s += room_s - started_s

@@ -262,6 +262,7 @@ class Session:
                 self._answer(rid, cause.error())
             case Flushed(rid) if rid == self._handshake:
                 self.connection.settle()
+                self.leases.count_later()  # that coordinator may be another
                 logger.info("the coordinator on %s answers again", self.path)
             case Flushed(rid):
                 self._answer(rid, message)

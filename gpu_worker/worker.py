@@ -237,7 +237,9 @@ class Worker:
                 parameters have no elements until the next lock, which asks the coordinator again
                 and may get newer weights. What was edited in place is lost then. A module of which
                 the device has only a part keeps them. The first load decides.
-            share_vram: as in `attach`, for this module. The first load decides.
+            share_vram: as in `attach`, for this module. With False its weights are its own on the
+                device, where they may be edited, and all processes' on the host. The first load
+                decides.
 
         Raises:
             WeightsMissing: the weights lack some that the skeleton needs; names them.
@@ -289,6 +291,14 @@ class Worker:
             handle.close()
             raise ArgumentRefused(
                 f"{key!r} is loaded with train={not train}, and all loads share one module",
+                remedy="evict it first, or load it under another key",
+            )
+        wanted = shares and not private and not train
+        if share_vram is not None and residence is not None and residence.is_to_share is not wanted:
+            handle.close()
+            raise ArgumentRefused(
+                f"{key!r} is loaded with share_vram={residence.is_to_share}, and all loads share "
+                "one module",
                 remedy="evict it first, or load it under another key",
             )
         handle.generation = record.generation

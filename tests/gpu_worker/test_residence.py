@@ -439,7 +439,10 @@ class TestByHand:
         )
         assert charged(operator, device) == MIB
         handle = load(worker, "a")
-        with pytest.raises(BudgetExceeded, match=r"room on its device for 1\.0 MiB"), handle:
+        with (
+            pytest.raises(BudgetExceeded, match=r"'a': module .* room on sim:\d+ for 1\.0 MiB"),
+            handle,
+        ):
             pass
         with pytest.raises(BudgetExceeded, match=r"1\.0 MiB is what its own process"):
             worker.reserve("1.5MiB")

@@ -26,10 +26,12 @@ from shm_store.errors import (
 )
 from shm_store.keys import Fingerprint, Key, LeaseId, RequestId
 from shm_store.manifest import Preamble
+from shm_store.report import ModelReport
 from shm_store.wire import (
     Ack,
     Acquire,
     Commit,
+    Counts,
     Done,
     Flush,
     Flushed,
@@ -92,6 +94,16 @@ class TestStatement:
         assert coordinator.accept().token != token
         coordinator.answer_flush()
         coordinator.clients.append(attaching.result(WAIT_S))
+
+    def test_what_was_counted_is_told_to_the_next_coordinator_too(self, coordinator, client):
+        """Nobody else knows it."""
+        report = ModelReport("k", "sim:0", hits=3)
+        coordinator.sharers[0].counted = lambda: [report]
+        client.leases.count()
+        assert coordinator.expect(Counts).models == (report,)
+        coordinator.peer.close()
+        coordinator.come_back()
+        assert coordinator.expect(Counts).models == (report,)
 
     def test_each_map_comes_with_its_present_lease_and_its_segment(
         self, coordinator, client, granted

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gpu_worker
-from shm_store.errors import BudgetExceeded
+from gpu_worker import sim_device
+from shm_store.errors import ArgumentRefused, BudgetExceeded
 from shm_store.wire import Done, Evict
 from tests.gpu_worker.on_device import MIB, matrix, moved, new_device, skeleton, there
 from tests.gpu_worker.served import WAIT_S, wait_until
@@ -203,6 +204,33 @@ def test_without_the_option_nothing_is_shared(served, operator, device, key):
         assert [one.private for one in there(operator, device)] == [True]
         with load(worker, f"{key} 2", share_vram=True):
             assert sorted(g.private for g in there(operator, device)) == [False, True]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_who_asks_for_what_the_first_load_did_not_is_told(worker, key, first):
+    """Else an edit of what was to be this process's own would end it."""
+    with load(worker, key, share_vram=first) as module:
+        with pytest.raises(ArgumentRefused, match=f"loaded with share_vram={first}, and all"):
+            load(worker, key, share_vram=not first)
+        with load(worker, key, share_vram=first) as same, load(worker, key) as whichever:
+            assert same is module is whichever
+
+
+def test_what_is_not_shared_there_is_shared_on_the_host_and_can_be_edited(worker, other, key):
+    with load(worker, key, share_vram=False) as module:
+        with torch.no_grad():
+            dict(module.named_parameters())["bias"].add_(1.0)
+        assert (module(torch.ones(1, SIDE)) == SIDE + 2.0).all()
+        assert other.do(f"lock({key!r})") == SIDE + 1.0
+
+
+def test_the_time_of_an_upload_is_that_of_a_move(worker, device, key):
+    """And no waiting. The device takes its time for each copy."""
+    sim_device.tell(device, sim_device.Faults(slow_s=0.2))
+    with load(worker, key):
+        pass
+    (model,) = worker._table.counted()
+    assert model.moved_s >= 0.2 > model.waited_s
 
 
 def test_an_edit_in_place_ends_the_process(other, key):
