@@ -23,7 +23,7 @@ import torch
 import gpu_worker
 from gpu_worker.flights import Flight, Flights
 from shm_store.keys import Key
-from shm_store.wire import Done, Evict
+from shm_store.wire import Done, Evict, Fail
 from tests.gpu_worker.on_device import charged, new_device
 from tests.gpu_worker.served import WAIT_S, skeleton, wait_until
 
@@ -289,8 +289,7 @@ def test_a_call_leaves_nothing_half_done_on_a_device(
         worker = None
         gc.collect()
         if shares:
-            operator.send(Evict(operator.next_rid(), key))
-            operator.expect(Done)
+            wait_until(lambda: evicted(operator, key))
         if place in LEFT_OPEN:
             wait_until(lambda: quiet()[0] <= before[0] + 1)
             close_lost(fds)
@@ -298,6 +297,12 @@ def test_a_call_leaves_nothing_half_done_on_a_device(
         settle(before)
     assert worker is not None
     worker.shutdown()
+
+
+def evicted(operator, key) -> bool:
+    """Evict what is shared, if it is not in use any more."""
+    operator.send(Evict(operator.next_rid(), key))
+    return isinstance(operator.expect((Done, Fail)), Done)
 
 
 def open_fds() -> dict[int, str]:
