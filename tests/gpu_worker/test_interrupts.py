@@ -241,6 +241,7 @@ def session(worker, key, **weights):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # hundreds of points each
 @pytest.mark.parametrize(
     "shares", [pytest.param(False, id="private"), pytest.param(True, id="shared")]
 )
