@@ -250,7 +250,11 @@ def launch(
         limits=limits,
         devices=names,
         grace_s=_seconds("--grace", grace),
-        worker_rule=Rule(restart_workers or Policy.NEVER, restarts=max_restarts),
+        worker_rule=Rule(
+            restart_workers or Policy.NEVER,
+            restarts=max_restarts,
+            hopeless=frozenset() if command else resident.HOPELESS,
+        ),
         coordinator_rule=Rule(restart_coordinator, restarts=max_restarts),
     )
     sys.exit(supervisor.launch(plan))

@@ -29,6 +29,9 @@ PATIENCE_S = 30.0
 QUERY = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 10.0
 
+MEMORY_DEVICES = 1
+"""Major number of /dev/null and the like (Linux, devices.txt)."""
+
 
 def freeze_memory(fd: int, pool: str, gen: GenerationId) -> None:
     """Have nobody change memory of a simulated device any more. Blocks, as `segment.freeze`.
@@ -49,8 +52,10 @@ def require_memory(fd: int, pool: str, gen: GenerationId, size_bytes: int) -> No
             somebody could still write to it.
     """
     if not pool.startswith(SIMULATED):
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            raise SegmentRefused(f"a file is no memory of {pool}")
+        found = os.fstat(fd)
+        kind = stat.S_IFMT(found.st_mode)
+        if kind not in (0, stat.S_IFCHR) or os.major(found.st_rdev) == MEMORY_DEVICES:
+            raise SegmentRefused(f"what came is no memory of {pool}")
         return
     name = f"{PREFIX}sim:{pool.removeprefix(SIMULATED)}:{gen}"
     if memfd_name(fd) != name:

@@ -283,6 +283,7 @@ class Executor:
             if effect.pool != RAM and fd is not None:
                 # Not what its owner has there: that is his to free. Another may come.
                 self.segments.take(gen)
+                self.segments.forget(gen)
                 os.close(fd)
             self._feed(SealRefused(gen, str(error)))
         else:
@@ -304,6 +305,8 @@ class Executor:
             await waiting
             self._devices.pop(gen, None)
         self._feed(Freed(gen))
+        if self.segments.fd(gen) is None:  # else it is somebody's again
+            self.segments.forget(gen)
 
 
 async def _end(jobs: dict[asyncio.Task[None], Child | None]) -> None:

@@ -15,6 +15,9 @@ from shm_store.errors import ArgumentRefused, listed
 from shm_store.keep import KEEP_OPTION, parse_keep
 from shm_store.source import open_source
 
+HOPELESS = frozenset({2, 3})
+"""Exit codes of a resident worker that is told what cannot be, or has no source it can use."""
+
 LIST_TIMEOUT_S = 120.0
 """For a first import of torch from a cold disk."""
 

@@ -32,6 +32,7 @@ class Rule:
         first_delay_s, longest_delay_s: the wait doubles from the first to the longest.
         healthy_s: a process that ran so long was well: the wait begins anew.
         restarts, window_s: so many within that time; the next failure ends the group.
+        hopeless: exit codes that no restart mends where the very first process ends with them.
     """
 
     policy: Policy = Policy.ON_FAILURE
@@ -40,6 +41,7 @@ class Rule:
     healthy_s: float = 10.0
     restarts: int = RESTARTS
     window_s: float = 600.0
+    hopeless: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Member:
         rule = self.rule
         if code == 0:
             return Finished()
-        if rule.policy is Policy.NEVER:
+        if rule.policy is Policy.NEVER or (code in rule.hopeless and not self.restarts):
             return GivenUp()
         self._restarted_s = [at_s for at_s in self._restarted_s if now_s - at_s < rule.window_s]
         if len(self._restarted_s) >= rule.restarts:

@@ -51,6 +51,8 @@ class SegmentTable:
 
     def __init__(self) -> None:
         self._fds: dict[GenerationId, int] = {}
+        self._files: dict[GenerationId, tuple[int, int]] = {}
+        """Device and inode of what the table knew, until `forget`."""
 
     def create(self, gen: GenerationId) -> int:
         """Make the empty segment of `gen` and return its fd, which stays the table's.
@@ -60,12 +62,23 @@ class SegmentTable:
         """
         fd = segment.create(gen)
         require_free(fd, FOR_SEGMENTS)
-        self._fds[gen] = fd
+        self.adopt(gen, fd)
         return fd
 
     def adopt(self, gen: GenerationId, fd: int) -> None:
-        """Take over the segment of a generation that another coordinator made."""
+        """Take over the segment of a generation that another process made."""
         self._fds[gen] = fd
+        stat = os.fstat(fd)
+        self._files[gen] = stat.st_dev, stat.st_ino
+
+    def is_same(self, gen: GenerationId, fd: int) -> bool:
+        """Say whether an fd may be of the segment of `gen`: it is, or nobody has known that."""
+        stat = os.fstat(fd)
+        return self._files.get(gen, (stat.st_dev, stat.st_ino)) == (stat.st_dev, stat.st_ino)
+
+    def forget(self, gen: GenerationId) -> None:
+        """The generation is gone, and nothing is offered as it any more."""
+        self._files.pop(gen, None)
 
     def fd(self, gen: GenerationId) -> int | None:
         """Return the fd of `gen`, or None if it has no segment (any more)."""

@@ -459,8 +459,9 @@ class Server:
             raise ProtocolViolation(f"{len(fds)} fds came with the COMMIT of {gen}")
         owner = None if filled is None else filled.owner
         owned = isinstance(owner, Request) and owner.session == session
+        begun = filled is not None and filled.state is State.FILLING
         segments = self._executor.segments
-        if owned and segments.fd(gen) is None and not reserved(fds[0], FOR_SEGMENTS):
+        if owned and begun and segments.fd(gen) is None and not reserved(fds[0], FOR_SEGMENTS):
             segments.adopt(gen, fds.pop())
         channel.close_all(fds)
         fds.clear()

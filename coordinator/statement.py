@@ -161,7 +161,7 @@ class Statement:
             if ours is None:
                 raise ProtocolViolation(f"the segment of {gen} is unknown, and did not come along")
             return ours
-        if ours is not None and not os.path.samestat(os.fstat(ours), os.fstat(fds[0])):
+        if not self._segments.is_same(gen, fds[0]):
             raise SegmentRefused(f"another segment was offered as {gen}")
         return fds[0]
 

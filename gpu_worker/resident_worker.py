@@ -5,7 +5,8 @@ revoked, retired and counted like everybody's, and outlives what theirs outlives
 
 - It takes nothing from anybody: what it asks for waits behind all others, and only what nobody
   leases goes for it. What others need of what it has goes at once: it locks nothing for long.
-- One thread for each key. It waits for events, and where there are none, such as for a file to be
+- One thread for each key. The first time they take turns, in the order in which keys are named.
+  Then each waits for events, and where there are none, such as for a file to be
   there again, for a pause that doubles; see `_Pauses`.
 - It has no module. What a skeleton gives no place is on the device all the same: processes share
   the memory of a whole checkpoint, whatever part of it each of them uses.
@@ -61,8 +62,8 @@ HEALTHY_S = 10.0
 """What was there for so long is brought back at once."""
 
 CAUSES = {
-    "room": "others need its room on the host",
-    "there": "others need its room on the device",
+    "room": "others need its room on the host, or its limit was lowered",
+    "there": "others need its room on the device, or its limit was lowered",
     "replaced": "there are newer weights",
     "invalidated": "it was retired, or there are newer weights",
     "shutdown": "it is given back",
@@ -107,7 +108,10 @@ class ResidentWorker:
         where = device_named(device)
         self.device = where.name
         self._ends: queue.SimpleQueue[WeightCacheError] = queue.SimpleQueue()
-        self._kept = {key: _Kept(self, key, source) for key, source in keep.items()}
+        self._kept: dict[Key, _Kept] = {}
+        before: _Kept | None = None
+        for key, source in keep.items():
+            before = self._kept[key] = _Kept(self, key, source, before)
         self.worker = attach(
             socket,
             where.name,
@@ -162,11 +166,14 @@ class ResidentWorker:
 class _Kept(threading.Thread):
     """Keeps the weights of one key, in a thread of its own."""
 
-    def __init__(self, owner: ResidentWorker, key: Key, source: str) -> None:
+    def __init__(self, owner: ResidentWorker, key: Key, source: str, before: _Kept | None) -> None:
         super().__init__(name=f"weight-cache-kept-{key}", daemon=True)
         self._owner = owner
         self._key = key
         self._source = source
+        self._before = before
+        self._tried = threading.Event()
+        """It was on the device, or there was no room, or it cannot be kept: the next may try."""
         self._size_bytes = 0
         self._causes: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Why it is not there any more. In any thread, with any lock: only put."""
@@ -184,6 +191,9 @@ class _Kept(threading.Thread):
         self._causes.put(cause)
 
     def run(self) -> None:
+        if self._before is not None:
+            self._before._tried.wait()  # first named, first served
+            self._before = None
         try:
             while True:
                 self._turn()
@@ -226,6 +236,7 @@ class _Kept(threading.Thread):
             self._left(self._causes.get(timeout=pause_s))
 
     def _failed(self, error: WeightCacheError) -> float:
+        self._tried.set()
         pause_s = self._failures.next_s()
         self._there = False
         text = f"{self._key!r} is not there: {error}; tried again in {pause_s:g} s"
@@ -258,6 +269,7 @@ class _Kept(threading.Thread):
             took_s = time.monotonic() - started_s
             moved_bytes = self._moved_bytes() - moved_bytes
             self._tell(handle, there, no_room, moved_bytes, took_s)
+        self._tried.set()
         return there
 
     def _load(self) -> ModelHandle:

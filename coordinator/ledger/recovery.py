@@ -108,8 +108,16 @@ def cannot_be(
             return f"{stated.gen} is {'' if known.private else 'no '}private memory"
     for offer in maps:
         known = table.get(offer.gen)
-        if known is not None and known.state in (State.OPEN, State.RESERVED):
+        if known is None:
+            continue
+        # On the host a sealed preamble proves a COMMIT. Memory of a device says nothing itself.
+        early = (State.OPEN, State.RESERVED, *([] if offer.pool == RAM else [State.FILLING]))
+        if known.state in early:
             return f"{offer.gen} has no bytes yet that could be mapped"
+        if offer.pool != RAM and known.size_bytes != offer.size_bytes:
+            return f"{offer.gen} has {known.size_bytes} bytes, and not {offer.size_bytes}"
+        if offer.pool != RAM and known.fingerprint != offer.fingerprint:
+            return f"{offer.gen} is a copy of something else"
     for held in charges:
         known = table.get(held.gen)
         if known is not None and known.state not in (*LEASABLE, State.FREEING):

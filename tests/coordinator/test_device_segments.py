@@ -11,10 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from coordinator.audit import audit
-from coordinator.operator import Operator
-from shm_store.memfds import PREFIX, by_owner
-from shm_store.segment import freeze, is_sealed
+from shm_store.memfds import by_owner
+from shm_store.segment import is_sealed
 from shm_store.wire import (
     Abort,
     Acquire,
@@ -32,14 +30,21 @@ from shm_store.wire import (
     Space,
     Ticket,
 )
+from tests.coordinator.device_peer import (
+    LIMIT,
+    POOL,
+    SIZE,
+    Worker,
+    agree,
+    in_use,
+    memory,
+    published,
+    there,
+)
 from tests.gpu_worker.served import wait_until
 from tests.processes import ROOT, WAIT_S, Coordinator, Peer, running
 
 pytestmark = pytest.mark.process
-
-POOL = "vram:sim-7"
-SIZE = 4 * 4096
-LIMIT = 3 * SIZE
 
 
 @pytest.fixture
@@ -51,81 +56,6 @@ def coordinator(tmp_path):
 @pytest.fixture
 def operator(coordinator) -> Peer:
     return Peer(coordinator.socket, "operator", role="operator")
-
-
-class Worker(Peer):
-    """A session on the device, which has the weights `k` on the host."""
-
-    def __init__(self, coordinator, name: str = "worker", **facts) -> None:
-        super().__init__(coordinator.socket, name, **facts)
-        if not facts:
-            self.send(Declare(POOL, LIMIT))
-
-    def host(self, key: str = "k") -> Grant:
-        rid = self.next_rid()
-        self.send(Acquire(rid, key, None, "", WAIT_S))
-        answer = self.expect((Ticket, Grant))
-        if isinstance(answer, Ticket):
-            raise AssertionError("publish it first")
-        os.close(*self.fds)
-        return answer
-
-    def ask(self, gen: str, key: str = "k", timeout_s: float = WAIT_S) -> int:
-        """ACQUIRE the copy of a generation on the device."""
-        rid = self.next_rid()
-        self.send(Acquire(rid, key, None, gen, timeout_s, pool=POOL))
-        return rid
-
-    def reserve(self, gen: str, key: str = "k") -> str:
-        self.ask(gen, key)
-        there = self.expect(Ticket).gen
-        self.send(Reserve(there, SIZE))
-        self.expect(Space)
-        assert self.fds == []
-        return there
-
-    def upload(self, gen: str, key: str = "k") -> Grant:
-        """Allocate it, and have it shared. The fd that comes back is in `fds`."""
-        there = self.reserve(gen, key)
-        fd = memory(there)
-        self.send(Commit(there), [fd])
-        os.close(fd)
-        return self.expect(Grant)
-
-    def expect(self, kind):
-        message = super().expect(kind if isinstance(kind, type) else object)
-        assert isinstance(message, kind), message
-        return message
-
-
-def memory(gen: str, size: int = SIZE, device: str = "sim:7") -> int:
-    fd = os.memfd_create(f"{PREFIX}{device}:{gen}", os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(fd, 0, size)
-    os.pwrite(fd, b"weights", 0)
-    return fd
-
-
-def in_use(operator: Peer) -> int:
-    return next((pool.in_use_bytes for pool in operator.status().pools if pool.name == POOL), 0)
-
-
-def there(operator: Peer):
-    return [g for g in operator.status().generations if g.pool == POOL]
-
-
-def published(coordinator, key: str = "k", version: str = "") -> tuple[Worker, str]:
-    worker = Worker(coordinator)
-    grant = worker.publish(key, version=version)
-    os.close(*worker.fds)
-    return worker, grant.gen
-
-
-def agree(coordinator) -> None:
-    with Operator.connect(coordinator.socket, "audit") as looking:
-        found = audit(looking)
-    # No peer maps what it leases and has an fd of.
-    kinds = {one.kind for one in found.differences}
-    assert kinds <= {"unmapped_lease", "fd_held"}, found.differences
 
 
 def test_one_uploads_and_all_lease_that(coordinator, operator):
@@ -395,31 +325,3 @@ def test_a_forked_child_that_comes_late_has_it(coordinator, operator):
     operator.expect(Done)
     os.close(fd)
     wait_until(lambda: in_use(operator) == 0 and made.gen not in by_owner())
-
-
-@pytest.mark.parametrize("lie", ["another pool", "another size", "another file", "not sealed"])
-def test_no_session_states_what_it_cannot_have(coordinator, lie):
-    a, gen = published(coordinator)
-    grant = a.upload(gen)
-    (fd,) = a.fds
-    pool, size, other = POOL, SIZE, -1
-    match lie:
-        case "another pool":
-            pool = "vram:sim-8"
-        case "another size":
-            size = 2 * SIZE
-        case _:
-            other = memory(grant.gen)
-            if lie == "another file":
-                freeze(other, "it")
-    sent = fd if other < 0 else other
-    said = [
-        (Declare(pool, LIMIT), ()),
-        (HeldOnDevice(grant.gen, 77, pool, "k", gen, size), [sent]),
-    ]
-    liar = Worker(coordinator, token="b" * 32, held=said)
-    refused = liar.receive()
-    assert isinstance(refused, Fail) and refused.rid == 0
-    assert liar.receive() is None
-    for one in {fd, sent}:
-        os.close(one)

@@ -93,6 +93,18 @@ def test_without_restarts_the_first_failure_ends_it():
     assert member.ended(1, 0.0) == GivenUp("it was restarted 0 times in 10 minutes")
 
 
+def test_a_first_end_that_no_restart_mends_is_final_and_a_later_one_is_not():
+    """Wrong arguments stay wrong; a file that was there may come back."""
+    rule = Rule(hopeless=frozenset({2, 3}))
+    member = Member(rule)
+    member.started(0.0)
+    assert member.ended(2, 0.1) == GivenUp()
+    member = Member(rule)
+    fail(member, 0.0)
+    member.started(1.0)
+    assert isinstance(member.ended(2, 1.1), Again)
+
+
 def test_a_short_window_is_named_in_seconds():
     assert Member(Rule(restarts=0, window_s=5)).ended(1, 0.0) == GivenUp(
         "it was restarted 0 times in 5 s"

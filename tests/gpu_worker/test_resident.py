@@ -242,6 +242,19 @@ def test_it_takes_nothing_from_anybody_on_the_host(tmp_path, device):
         operator.close()
 
 
+def test_what_is_named_first_is_there_first(served, operator, device, tmp_path, key):
+    """There is room for one, and the second would be read sooner."""
+    first = tmp_path / "first.safetensors"
+    save_file({"weight": torch.ones(400, 512)}, first)
+    second = checkpoint(tmp_path / "second.safetensors")
+    with gpu_worker.attach(served.socket, device=device):
+        limit(operator, device, 3 << 19)
+        keep = {f"{key} 1": str(first), f"{key} 2": second}
+        with resident(served.socket, device, keep) as kept:
+            assert kept.said(f"'{key} .' #.* is on sim").startswith(f"weight-cache: '{key} 1'")
+            kept.said(f"'{key} 2' #.* is on the host alone")
+
+
 def test_what_it_loads_is_asked_for_behind_all_others(coordinator, client, source):
     client.background = True
     future = coordinator.call(client.acquire, Ask(KEY, source, None), None, None)
