@@ -29,6 +29,9 @@ PATIENCE_S = 30.0
 QUERY = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 10.0
 
+FILES = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFSOCK, stat.S_IFBLK)
+"""What no driver gives out as memory: files, memfds, folders, sockets, disks."""
+
 MEMORY_DEVICES = 1
 """Major number of /dev/null and the like (Linux, devices.txt)."""
 
@@ -53,8 +56,7 @@ def require_memory(fd: int, pool: str, gen: GenerationId, size_bytes: int) -> No
     """
     if not pool.startswith(SIMULATED):
         found = os.fstat(fd)
-        kind = stat.S_IFMT(found.st_mode)
-        if kind not in (0, stat.S_IFCHR) or os.major(found.st_rdev) == MEMORY_DEVICES:
+        if stat.S_IFMT(found.st_mode) in FILES or os.major(found.st_rdev) == MEMORY_DEVICES:
             raise SegmentRefused(f"what came is no memory of {pool}")
         return
     name = f"{PREFIX}sim:{pool.removeprefix(SIMULATED)}:{gen}"

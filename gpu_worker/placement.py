@@ -32,7 +32,7 @@ from gpu_worker.block import Block, Piece
 from gpu_worker.device import Device
 from gpu_worker.leases import Segment
 from gpu_worker.mapping import Buffer
-from gpu_worker.read_only import Guard
+from gpu_worker.read_only import Guard, written_by_use
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
 from gpu_worker.tensors import tensors
@@ -311,8 +311,10 @@ class Placement:
             )
         own: list[_Moved] = []
         others: list[_Moved] = []
+        written = set() if shared is None else set(map(_memory, written_by_use(module)))
         for one in moved.values():
-            (others if shared is not None and _lies_in(one, shared) else own).append(one)
+            apart = shared is None or not _lies_in(one, shared) or _memory(one.tensor) in written
+            (own if apart else others).append(one)
         self._guard = guard
         self._shared = Group(device, others, segment=shared) if others else None
         self._stay = Group(device, own)
@@ -419,6 +421,11 @@ class Placement:
         for group in self._groups():
             group.point_home()
         self._kept = None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where the memory begins that a tensor is made of; 0 if it has none."""
+    return next((one.untyped_storage().data_ptr() for one in _plain(tensor)), 0)
 
 
 def _lies_in(moved: _Moved, segment: Segment) -> bool:

@@ -31,7 +31,7 @@ from gpu_worker.load_lock import load_lock
 from gpu_worker.request import Charge
 from gpu_worker.residency import passes
 from gpu_worker.waits import steps
-from shm_store.errors import BudgetExceeded, CoordinatorLost, LoadTimeout
+from shm_store.errors import BudgetExceeded, CoordinatorLost, LoadTimeout, SegmentRefused
 from shm_store.keys import GenerationId, Key
 from shm_store.report import size_text
 
@@ -249,7 +249,7 @@ class Residence:
             if whole is None or not data:
                 return False
             segment = Segment(whole.fd, whole.address + data.start, len(data))
-            guard = Guard(module, self._record.key, self.device.name)
+            guard = Guard(self._record.key, self.device.name)
             placement = Placement(module, self.device, shared=segment, guard=guard)
             try:
                 shared, uploaded_bytes, move_s = self._share(segment, data.start, end_s)
@@ -277,7 +277,7 @@ class Residence:
     ) -> tuple[Block | None, int, float]:
         """Return memory that has the bytes of a segment; how many were moved for that, how long.
 
-        None if another module of this process has it.
+        None if another module of this process has it, or what others have made is no such memory.
 
         Args:
             segment: a part of a file, from `offset_bytes` of it on.
@@ -314,7 +314,19 @@ class Residence:
             if not self._client.share(charge, key, pool, size_bytes, make, left_s):
                 self._charges.remove(charge)
                 return None, 0, 0.0
-            block = self.device.open_segment(charge.fd, size_bytes)
+            try:
+                block = self.device.open_segment(charge.fd, size_bytes)
+            except SegmentRefused as refused:
+                logger.warning(
+                    "weight-cache: %r: what processes share on %s is not used, and this one has a "
+                    "copy of its own: %s",
+                    key,
+                    self.device.name,
+                    refused.message,
+                )
+                self._charges.remove(charge)
+                self._client.leases.give_back(charge)
+                return None, 0, 0.0
             self._client.leases.watch_block(charge, block, self.device)
         except BaseException:
             if charge.memory is None or not charge.memory.watched:

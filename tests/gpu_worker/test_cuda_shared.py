@@ -12,7 +12,7 @@ import torch
 import gpu_worker
 from benchmarks.device_check.models import Kinds, numbers
 from gpu_worker import cuda_memory, device
-from shm_store.errors import DeviceUnavailable, SegmentRefused
+from shm_store.errors import DeviceUnavailable
 from shm_store.wire import Done, Evict
 from tests.gpu_worker.fake_cuda import GRANULE, CUresult, FakeDevice, FakeDriver, World
 from tests.gpu_worker.noting import noted
@@ -105,7 +105,6 @@ def test_it_stays_when_its_process_has_left_it_and_is_found_again(worker, driver
     ("call", "code", "raised"),
     [
         ("cuMemExportToShareableHandle", "CUDA_ERROR_UNKNOWN", DeviceUnavailable),
-        ("cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE", SegmentRefused),
         ("cuMemSetAccess", "CUDA_ERROR_ECC_UNCORRECTABLE", DeviceUnavailable),
     ],
 )
@@ -124,6 +123,30 @@ def test_a_driver_that_refuses_leaves_the_module_usable_and_nothing_there(
     with handle as module, torch.no_grad():
         assert torch.equal(module(numbers(2, 6)), Kinds()(numbers(2, 6)))
     del module
+    handle.close()
+
+
+def test_what_is_no_memory_of_the_device_is_not_used_and_locks_nobody_out(
+    worker, driver, operator, key, caplog
+):
+    """Whoever made it: each process has a copy of its own then, and the log says why."""
+    assert worker._device.shares
+    handle = worker.load(key, skeleton=Kinds, build=Kinds)
+    driver.fail("cuMemImportFromShareableHandle", CUresult["CUDA_ERROR_INVALID_VALUE"])
+    with handle as module, torch.no_grad():
+        assert torch.equal(module(numbers(2, 6)), Kinds()(numbers(2, 6)))
+        (one,) = shared(operator, key)
+        assert one.leases == ()
+    assert "a copy of its own" in caplog.text and "cuMemImportFromShareableHandle" in caplog.text
+    driver.fails.clear()
+    del module
+    worker.offload(key)
+    worker.flush()
+    gc.collect()
+    worker.flush()
+    with handle:
+        (one,) = shared(operator, key)
+        assert len(one.leases) == 1, "the next lock tries it again"
     handle.close()
 
 
