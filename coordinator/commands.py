@@ -273,9 +273,10 @@ def status(
     held; freeing. "waiting" counts the requests that wait for it, "waiting for" the keys that a
     process waits for. Ready weights that nobody holds are retained: kept warm until room is needed.
 
-    What is on a device is the copy of one process: there, or waiting for room, or reserved without
-    a model. The last table says how often loads found a model in their process, how much went to
-    the device, and how long locks waited and moves took, by all processes that are attached.
+    What is on a device is a process's own: there, or waiting for room, or reserved without a model;
+    or shared: one copy for all (share_vram), which has the states above while it comes and goes.
+    The last table says how often loads found a model in their process, how much went to the device,
+    and how long locks waited and moves took, by all processes that are attached.
     """
     from coordinator.group_file import group_lines, read_group
 

@@ -189,7 +189,7 @@ def _lease_text(lease: LeaseReport) -> str:
 
 def _state_text(generation: GenerationReport) -> str:
     if generation.pool.startswith(DEVICE_POOL):
-        there = "reserved" if generation.fixed else "there"
+        there = "reserved" if generation.fixed else "there" if generation.private else "shared"
         words = {"open": "waits for room", "ready": there}
         return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []

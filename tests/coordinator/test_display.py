@@ -190,7 +190,7 @@ def device_report() -> StatusReport:
         leases = () if state == "freeing" else lease
         gen = f"00ff-0000000{number}"
         return GenerationReport(
-            key, gen, state, size_bytes, GPU, False, leases, private=True, **facts
+            key, gen, state, size_bytes, GPU, False, leases, **({"private": True} | facts)
         )
 
     moved = ModelReport(LONG_KEY, "cuda:0", 40, 2, 5 * GIB, 0.84, 0.26)
@@ -207,6 +207,8 @@ def device_report() -> StatusReport:
             there(3, "working memory", "ready", 4 * GIB, fixed=True),
             there(4, "k", "open", 30 * GIB, waiting=1),
             there(5, "dead", "freeing", GIB),
+            there(6, "all", "ready", GIB, private=False),
+            there(7, "all", "retired", GIB, private=False),
         ),
         (
             SessionReport(1, 4194303, "web", "cuda:0", (), True, (moved,)),
@@ -224,17 +226,19 @@ def device_report() -> StatusReport:
 
 
 def test_what_is_on_a_device_is_shown_by_itself(capsys):
-    """Not among the weights that are shared, and not called private: there everything is."""
+    """Not among the host's; what all processes share there is called so."""
     show_status(device_report(), "s")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert f"{GPU} 20.0 GiB 10.0 GiB 0 B 9.0 GiB 1.0 GiB" in lines
     begin = lines.index(f"on {GPU}:")
     assert lines[begin - 2 : begin] == [f"{LONG_KEY} #1 ready 1.0 GiB pid 4194303 (7 s)", ""]
-    assert lines[begin + 3 : begin + 7] == [
+    assert lines[begin + 3 : begin + 9] == [
         f"{LONG_KEY} #2 there 5.0 GiB pid 4194303 (7 s) 0",
         "working memory #3 reserved 4.0 GiB pid 4194303 (7 s) 0",
         "k #4 waits for room 30.0 GiB pid 4194303 (7 s) 1",
         "dead #5 freeing 1.0 GiB - 0",
+        "all #6 shared 1.0 GiB pid 4194303 (7 s) 0",
+        "all #7 retired 1.0 GiB pid 4194303 (7 s) 0",
     ]
     assert "on vram:idle:" not in lines
 

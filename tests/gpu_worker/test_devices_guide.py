@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.utils import parametrize
 
 import gpu_worker
@@ -76,8 +77,11 @@ def handle(worker, key) -> gpu_worker.ModelHandle:
 # --- its blocks ---------------------------------------------------------------------------------
 
 
-def test_its_python_runs_as_it_stands(served, operator, device, x, monkeypatch):
+def test_its_python_runs_as_it_stands(served, operator, device, x, monkeypatch, tmp_path):
     """From top to bottom, on a simulated device."""
+    monkeypatch.chdir(tmp_path)
+    weights = load_and_convert().state_dict()
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, "clip.safetensors")
     monkeypatch.setenv("WEIGHT_CACHE_SOCKET", served.socket)
     monkeypatch.setenv("WEIGHT_CACHE_SIM_BYTES", "24GiB")
     eager = functools.partial(torch.compile, backend="eager")
