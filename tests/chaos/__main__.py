@@ -9,8 +9,10 @@ exit code 1, and everything that is known of it; the folder of the run then stay
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
+from tests.chaos import weights
 from tests.chaos.run import chaos
 
 
@@ -23,7 +25,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only faults with TEXT in their line"
     )
+    parser.add_argument(
+        "--private", action="store_true", help="share nothing on the device (share_vram=False)"
+    )
     told = parser.parse_args(arguments)
+    os.environ[weights.PRIVATE_VARIABLE] = "1" if told.private else ""
     return chaos(told.minutes * 60, told.seed, told.workers, told.faults, told.only)
 
 

@@ -43,6 +43,8 @@ BUDGET_BYTES = 11 * MIB
 
 
 DEVICE = "sim:0"
+PRIVATE_VARIABLE = "WEIGHT_CACHE_CHAOS_PRIVATE"
+"""Set to anything, each worker has copies of its own there."""
 DEVICE_BYTES = 8 * MIB
 """The largest takes 6.2 there, and each worker keeps STEADY on it."""
 

@@ -38,6 +38,7 @@ from tests.chaos.weights import (
     DEVICE_BYTES,
     KEPT,
     PRIVATE,
+    PRIVATE_VARIABLE,
     SOURCES,
     STEADY,
     Net,
@@ -316,7 +317,10 @@ def attach() -> Worker:
     while True:
         try:
             return gpu_worker.attach(
-                device=DEVICE, vram_budget=DEVICE_BYTES, share_vram=True, patience=PATIENCE_S
+                device=DEVICE,
+                vram_budget=DEVICE_BYTES,
+                share_vram=not os.environ[PRIVATE_VARIABLE],
+                patience=PATIENCE_S,
             )
         except CoordinatorLost:
             if time.monotonic() > until_s:
