@@ -31,7 +31,8 @@ from shm_store.errors import ArgumentRefused
 from shm_store.keys import Key
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-_load = torch.nn.Module._load_from_state_dict
+_before: list[Any] = []
+"""What `Module._load_from_state_dict` was when the first guard began: torch's, or another's."""
 
 STATISTICS = (
     "aten::batch_norm",
@@ -57,7 +58,8 @@ class Guard:
 
     def begin(self, shared: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Watch over these, which lie there now."""
-        if torch.nn.Module._load_from_state_dict is _load:
+        if not _before:
+            _before.append(torch.nn.Module._load_from_state_dict)
             torch.nn.Module._load_from_state_dict = _load_checked  # type: ignore[assignment]
             register_optimizer_step_pre_hook(_before_step)
         self._names = {}
@@ -139,7 +141,7 @@ def _load_checked(
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and f"{prefix}{name}" in state:
                 _stop(tensor, "load_state_dict (without assign=True)")
-    _load(module, state, prefix, facts, *rest)
+    _before[0](module, state, prefix, facts, *rest)
 
 
 def _start(tensor: torch.Tensor) -> int:
