@@ -212,22 +212,24 @@ def copied(turn: Turn, session: SessionId, message: Copied) -> None:
 
 
 def flush(turn: Turn, session: SessionId, rid: RequestId) -> None:
-    """Answer once everything that is FREEING now has been freed."""
+    """Answer once everything on the host that is FREEING now has been freed.
+
+    That takes the kernel milliseconds. A device has memory back when the last process that has it
+    lets go, and that may be a stranger's child.
+    """
     freeing = [
         generation.id
-        for generation in turn.ledger.generations.values()
+        for generation in turn.ledger.in_pool(RAM)
         if generation.state is State.FREEING
     ]
     turn.ledger.flushes.append(Flushing(session, rid, freeing))
 
 
 def settle_flushes(turn: Turn) -> None:
-    """Answer the flushes whose generations are gone, or somebody's all the same."""
-    waiting, table = [], turn.ledger.generations
+    """Answer the flushes whose generations are gone."""
+    waiting = []
     for flushing in turn.ledger.flushes:
-        flushing.freeing = [
-            gen for gen in flushing.freeing if gen in table and table[gen].state is State.FREEING
-        ]
+        flushing.freeing = [gen for gen in flushing.freeing if gen in turn.ledger.generations]
         if flushing.freeing:
             waiting.append(flushing)
         else:

@@ -199,8 +199,7 @@ def test_what_it_is_a_copy_of_is_retired_and_it_goes_too(coordinator, operator, 
     assert a.expect(Revoke) == Revoke(again.gen, again.rid, "stale")
     for one in (kept, again):
         a.send(Release(one.gen, one.rid))
-    a.flush()
-    assert in_use(operator) == 0
+    wait_until(lambda: in_use(operator) == 0)
     if how == "invalidated":
         a.send(Release(gen, a.leases[gen]))
         operator.expect(Done)
@@ -227,8 +226,7 @@ def test_what_is_not_the_memory_that_was_charged_is_refused(coordinator, operato
     refused = a.expect(Fail)
     assert refused.cause.code == "segment_refused"
     a.send(Abort(made))
-    a.flush()
-    assert in_use(operator) == 0 and not there(operator)
+    wait_until(lambda: in_use(operator) == 0 and not there(operator))
     grant = a.upload(gen)
     os.close(*a.fds)
     assert [g.generation for g in there(operator)] == [grant.gen]
@@ -271,8 +269,7 @@ def test_it_is_evicted_by_its_key(coordinator, operator):
     a.flush()
     operator.send(Evict(operator.next_rid(), "k"))
     assert operator.expect(Done).keys == ("k",)
-    operator.flush()
-    assert in_use(operator) == 0 and grant.gen not in by_owner()
+    wait_until(lambda: in_use(operator) == 0 and grant.gen not in by_owner())
 
 
 def test_a_session_states_it_to_the_next_coordinator(tmp_path):

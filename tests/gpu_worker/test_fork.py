@@ -15,7 +15,7 @@ from tests.processes import Coordinator, running
 pytestmark = pytest.mark.process
 
 FORK = """
-    import signal, threading, time
+    import faulthandler, signal, threading, time
     from coordinator.audit import audit
     from coordinator.operator import Operator
 
@@ -38,6 +38,7 @@ FORK = """
         \"\"\"Run `child` in a child, which has twenty seconds; return its pid.\"\"\"
         pid = os.fork()
         if not pid:
+            faulthandler.dump_traceback_later(15)  # says where it hangs
             signal.alarm(20)
             child()
             sys.exit(0)
