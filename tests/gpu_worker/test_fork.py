@@ -38,7 +38,7 @@ FORK = """
         \"\"\"Run `child` in a child, which has twenty seconds; return its pid.\"\"\"
         pid = os.fork()
         if not pid:
-            faulthandler.dump_traceback_later(15)  # says where it hangs
+            faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs
             signal.alarm(20)
             child()
             sys.exit(0)
