@@ -478,6 +478,8 @@ class Worker:
     def flush(self, timeout: float = 10.0) -> None:
         """Wait until everything let go of so far has taken effect at the coordinator.
 
+        And until the host has its memory back. How long a device takes for that is not waited for.
+
         Raises:
             ResourceError: it has not within `timeout` seconds.
             CoordinatorLost: nobody answers.
