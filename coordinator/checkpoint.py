@@ -53,15 +53,16 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One stretch of the file that goes to one stretch of the segment.
+    """One stretch of a file that goes to one stretch of the segment.
 
     `source_offset_bytes` counts from the start of the file, `data_offset_bytes` from the start of
-    the segment's tensor bytes.
+    the segment's tensor bytes. `file` is which of a checkpoint's files it is.
     """
 
     source_offset_bytes: int
     data_offset_bytes: int
     size_bytes: int
+    file: int = 0
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -44,10 +44,9 @@ import resource
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable
 
 from coordinator.checkpoint import HEAD_BYTES, LENGTH_BYTES, Checkpoint, header_bytes, parse
+from coordinator.pump import Meter, Pump, read_into
 from shm_store.channel import Channel, close_all
 from shm_store.errors import (
     ConnectionLost,
@@ -62,7 +61,7 @@ from shm_store.errors import (
 )
 from shm_store.layout import segment_bytes
 from shm_store.manifest import encode_manifest
-from shm_store.segment import write_at, write_manifest
+from shm_store.segment import write_manifest
 from shm_store.source import check_regular, fingerprint
 from shm_store.wire import (
     Abort,
@@ -78,12 +77,6 @@ from shm_store.wire import (
     encode,
     to_loader_decoder,
 )
-
-STEP_BYTES = 32 * 1024 * 1024
-"""So much is copied between two looks at the clock."""
-
-COPY_BUFFER_BYTES = 1024 * 1024
-PROGRESS_PAUSE_S = 0.25
 
 MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 """Of this process, without the segment; see the note on what a header costs."""
@@ -211,7 +204,7 @@ def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
             lambda done, total: _send(channel, Progress(fetch.gen, done, total)),
         )
         data_start = write_manifest(segment_fd, manifest)
-        Pump(source_fd, segment_fd, fetch.source).copy(checkpoint, data_start, meter)
+        Pump([(source_fd, fetch.source)], segment_fd).copy(checkpoint.copies, data_start, meter)
     finally:
         os.close(segment_fd)
     check_unchanged(source_fd, fetch)
@@ -302,106 +295,11 @@ def _read(fd: int, size: int, offset: int, name: str) -> bytes:
     view = memoryview(data)
     done = 0
     while done < size:
-        got = _read_into(fd, view[done:], offset + done, name)
+        got = read_into(fd, view[done:], offset + done, name)
         if got == 0:
             raise SourceMalformed(f"{name}: ends at byte {offset + done}", source=name)
         done += got
     return bytes(data)
-
-
-def _read_into(fd: int, view: memoryview, offset: int, name: str) -> int:
-    try:
-        return os.preadv(fd, [view], offset)
-    except OSError as error:
-        raise SourceError(
-            f"{name}: reading at byte {offset} failed: {error.strerror}",
-            source=name,
-            remedy="check the disk or the file server that holds it",
-        ) from error
-
-
-# --- the fill -----------------------------------------------------------------------------------
-
-
-class Meter:
-    """Counts copied bytes and reports them: at most every 0.25 s, and at the end."""
-
-    def __init__(
-        self,
-        total_bytes: int,
-        report: Callable[[int, int], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.total_bytes = total_bytes
-        self.done_bytes = 0
-        self._report = report
-        self._clock = clock
-        self._reported_s = clock()
-
-    def add(self, size_bytes: int) -> None:
-        """Count `size_bytes` more. The report is a send: it fails once the coordinator is gone."""
-        self.done_bytes += size_bytes
-        now = self._clock()
-        if now - self._reported_s >= PROGRESS_PAUSE_S:
-            self._reported_s = now
-            self._report(self.done_bytes, self.total_bytes)
-
-    def finish(self) -> None:
-        """Report how it ended."""
-        self._report(self.done_bytes, self.total_bytes)
-
-
-class Pump:
-    """Copies from an opened file into a backed segment. Owns neither fd.
-
-    `sendfile` first: no byte passes through this process. Where it fails, for whatever reason,
-    reads and writes take over: more file systems allow them (EINVAL, ENOSYS), and they tell a
-    faulty source from a fault here.
-    """
-
-    def __init__(self, source_fd: int, segment_fd: int, name: str) -> None:
-        self._source_fd = source_fd
-        self._segment_fd = segment_fd
-        self._name = name
-        self._buffer: memoryview | None = None
-
-    def copy(self, checkpoint: Checkpoint, data_start: int, meter: Meter) -> None:
-        """Do all copies of `checkpoint`; tensor bytes begin at `data_start` in the segment.
-
-        Raises:
-            SourceChanged: the file ended early.
-            SourceError: the file could not be read.
-        """
-        for copy in checkpoint.copies:
-            done = 0
-            while done < copy.size_bytes:
-                source_offset = copy.source_offset_bytes + done
-                moved = self._move(
-                    source_offset,
-                    data_start + copy.data_offset_bytes + done,
-                    min(copy.size_bytes - done, STEP_BYTES),
-                )
-                if moved == 0:
-                    raise SourceChanged(
-                        f"{self._name}: ended at byte {source_offset} while it was read",
-                        source=self._name,
-                    )
-                done += moved
-                meter.add(moved)
-        meter.finish()
-
-    def _move(self, source_offset: int, segment_offset: int, size: int) -> int:
-        if self._buffer is None:
-            try:
-                # sendfile writes at the position of the fd, which the coordinator never uses.
-                os.lseek(self._segment_fd, segment_offset, os.SEEK_SET)
-                return os.sendfile(self._segment_fd, self._source_fd, source_offset, size)
-            except OSError:
-                self._buffer = memoryview(bytearray(COPY_BUFFER_BYTES))
-        part = self._buffer[: min(size, COPY_BUFFER_BYTES)]
-        got = _read_into(self._source_fd, part, source_offset, self._name)
-        write_at(self._segment_fd, part[:got], segment_offset)
-        return got
 
 
 if __name__ == "__main__":

@@ -60,12 +60,13 @@ def stepped_receive_fetch(channel):
     reached("before Fetch")
     return receive_fetch(channel)
 
-def stepped_move(pump, source_offset, segment_offset, size):
+def stepped_move(pump, *where):
+    *where, size = where
     global copied
     reached(copied)
     if stop.isdigit() and copied < int(stop):
         size = min(size, int(stop) - copied)
-    moved = move(pump, source_offset, segment_offset, size)
+    moved = move(pump, *where, size)
     copied += moved
     return moved
 

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from coordinator import loader
-from coordinator.loader import Meter
+from coordinator.pump import Meter
 from shm_store import segment
 from shm_store.channel import Channel, pair
 from shm_store.errors import ConnectionLost
