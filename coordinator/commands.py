@@ -300,7 +300,23 @@ def status(
 @app.command(cls=PlainCommand)
 def load(
     key: Key,
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Path of a .safetensors file.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Path of a checkpoint, or of its folder.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Read tensors whose names match; can be repeated."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OLD=NEW", help="Rename a prefix of names; can be repeated."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[PATTERN=]DTYPE", help="Cast floating-point tensors; can be repeated."
+        ),
+    ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Protect it from eviction.")] = False,
     timeout: Annotated[
         float,
@@ -308,19 +324,21 @@ def load(
     ] = LOAD_TIMEOUT_S,
     socket: Socket = None,
 ) -> None:
-    """Load weights from a file, for workers to find them ready."""
+    """Load weights from a checkpoint, for workers to find them ready."""
     from coordinator.display import LoadProgress, say, waiting_text
+    from coordinator.reading_options import parse_reading
+    from shm_store.checkpoint_files import open_checkpoint
     from shm_store.report import size_text
-    from shm_store.source import open_source
 
     name = parse_key(key)
     if not source:
         raise ArgumentRefused("load takes the path of a file, not an empty one")
     timeout_s = _seconds("--timeout", timeout)
+    reading = parse_reading(only or (), rename or (), dtype or ())
     started_s = time.monotonic()
     with _operator(socket, "load") as operator:
-        source_fd = open_source(source)
-        size_bytes = os.fstat(source_fd).st_size
+        opened = open_checkpoint(source)
+        size_bytes = sum(os.fstat(fd).st_size for fd in opened.fds)
 
         def tell_why(report: StatusReport) -> bool:
             reason = waiting_text(report, name, size_bytes)
@@ -331,7 +349,7 @@ def load(
         try:
             with LoadProgress(key) as progress:
                 granted = operator.acquire(
-                    name, source, source_fd, timeout_s, progress.update, tell_why
+                    name, opened, reading, timeout_s, progress.update, tell_why
                 )
         except LoadTimeout as error:
             error.remedy = "see `weight-cache status` for what it waits for, or raise --timeout"
@@ -343,7 +361,7 @@ def load(
                 ) from error
             raise
         finally:
-            os.close(source_fd)
+            opened.close()
         if pin:
             operator.pin(name)  # while it is leased: nothing can evict it in between
         operator.release(granted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coordinator.fd_limit import exhausted
 from shm_store.channel import Channel, frames
@@ -33,7 +33,7 @@ class Connection:
     Args:
         receive: called with every message and its fds, which it then owns.
         lost: called once, with the reason, when the connection is over; the channel is closed.
-        fd_of: gives the fd that goes with a message, by generation, at the moment it is sent.
+        fds_of: gives the fds that go with a message, by generation, at the moment it is sent.
             Numbers are never queued: by the time a slow peer reads, a number could name something
             else.
     """
@@ -44,12 +44,12 @@ class Connection:
         channel: Channel,
         receive: Callable[[Connection, bytes, list[int]], None],
         lost: Callable[[Connection, WeightCacheError | None], None],
-        fd_of: Callable[[GenerationId], int | None],
+        fds_of: Callable[[GenerationId], Sequence[int]],
     ) -> None:
         self._loop = loop
         self._receive = receive
         self._lost = lost
-        self._fd_of = fd_of
+        self._fds_of = fds_of
         self._outgoing: deque[tuple[bytes, GenerationId | None]] = deque()
         self.channel = channel
         self.open = True
@@ -145,9 +145,9 @@ class Connection:
         """Send until the queue is empty, or return what blocks it."""
         while self._outgoing:
             frame, segment = self._outgoing[0]
-            fd = None if segment is None else self._fd_of(segment)
+            fds = () if segment is None else self._fds_of(segment)
             try:
-                self.channel.send_frame(frame, () if fd is None else (fd,))
+                self.channel.send_frame(frame, fds)
             except BlockingIOError as blocked:
                 return blocked
             except ConnectionLost:

@@ -11,14 +11,14 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Protocol, assert_never
 
 from coordinator import backing, loader
 from coordinator.connection import Connection
 from coordinator.device_memory import freeze_memory, given_back, require_memory
-from coordinator.fd_limit import FOR_SOURCES, REMEDY, described, out_of_fds, require_free
+from coordinator.fd_limit import REMEDY, described, out_of_fds
 from coordinator.ledger.events import (
     Back,
     Backed,
@@ -44,6 +44,7 @@ from coordinator.ledger.events import (
 from coordinator.places import Places
 from coordinator.process_host import Child, ended, ending
 from coordinator.segment_table import SegmentTable, seal
+from coordinator.source_table import OpenedSource
 from coordinator.store import Store, Words
 from shm_store import channel
 from shm_store.channel import Channel
@@ -65,7 +66,7 @@ class Sessions(Protocol):
     def forget(self, session: SessionId) -> None:
         """Close the connection and stop watching the process."""
 
-    def source(self, session: SessionId, rid: RequestId) -> int:
+    def source(self, session: SessionId, rid: RequestId) -> OpenedSource:
         """Return the opened source that came with an open request. It stays the server's."""
 
     def exit(self) -> None:
@@ -88,7 +89,7 @@ class Executor:
         self._sessions = sessions
         self._feed = feed
         self._links: dict[GenerationId, Connection] = {}
-        self._sources: dict[GenerationId, int] = {}
+        self._sources: dict[GenerationId, OpenedSource] = {}
         """What a loader has still to be given, kept though the request that brought it may end."""
         self._starts = Places(loop)
         self._backings = Places(loop)
@@ -164,13 +165,7 @@ class Executor:
 
     def _start_loader(self, effect: StartLoader) -> None:
         gen = effect.gen
-        try:
-            source = os.dup(self._sessions.source(effect.session, effect.rid))
-            require_free(source, FOR_SOURCES)
-        except OSError as error:
-            self._no_loader(gen, error)
-            return
-        self._sources[gen] = source
+        self._sources[gen] = self._sessions.source(effect.session, effect.rid).share()
         self._starts.enter(gen, effect.session, partial(self._run_loader, effect))
 
     def _run_loader(self, effect: StartLoader) -> None:
@@ -190,8 +185,10 @@ class Executor:
         finally:
             theirs.close()
         receive = partial(self._loader_said, gen)
-        link = Connection(self._loop, Channel(ours), receive, _ignore, self._fd_for_loader)
-        link.send(Fetch(gen, effect.key, effect.source, effect.fingerprint), gen)
+        link = Connection(self._loop, Channel(ours), receive, _ignore, self._fds_for_loader)
+        source = self._sources[gen]
+        about = (effect.key, effect.source, effect.fingerprint, source.files, source.reading)
+        link.send(Fetch(gen, *about), gen)
         self._links[gen] = link
         self._start(gen, self._await_loader(gen, child, link), child)
 
@@ -201,16 +198,17 @@ class Executor:
         log.warning("the loader of generation %s %s", gen, reason)
         self._feed(LoaderEnded(gen, reason))
 
-    def _fd_for_loader(self, gen: GenerationId) -> int | None:
+    def _fds_for_loader(self, gen: GenerationId) -> Sequence[int]:
         """Return what goes with FETCH, then what goes with SPACE."""
-        return self._sources.get(gen, self.segments.fd(gen))
+        source = self._sources.get(gen)
+        return self.segments.fds(gen) if source is None else source.fds
 
     def _started(self, gen: GenerationId) -> None:
         """A loader has its source and knows its size; or it is over, or not wanted any more."""
         self._starts.leave(gen)
         source = self._sources.pop(gen, None)
         if source is not None:
-            os.close(source)
+            source.close()
 
     def _loader_said(
         self, gen: GenerationId, link: Connection, data: bytes, fds: list[int]

@@ -38,31 +38,28 @@ if __name__ == "__main__":
     # Before the imports: looking for cycles is a tenth of them, and the process is short-lived.
     gc.disable()
 
-import fcntl
 import os
 import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
-from coordinator.checkpoint import HEAD_BYTES, LENGTH_BYTES, Checkpoint, header_bytes, parse
-from coordinator.pump import Meter, Pump, read_into
+from coordinator.formats import read_contents
+from coordinator.local_file import check_unchanged, opened
+from coordinator.pump import Meter
 from shm_store.channel import Channel, close_all
 from shm_store.errors import (
     ConnectionLost,
     FillFailed,
     ProtocolViolation,
-    SourceChanged,
     SourceError,
-    SourceMalformed,
-    SourceNotOpened,
     SourceUnsupported,
     WeightCacheError,
 )
 from shm_store.layout import segment_bytes
-from shm_store.manifest import encode_manifest
 from shm_store.segment import write_manifest
-from shm_store.source import check_regular, fingerprint
+from shm_store.source import is_url
 from shm_store.wire import (
     Abort,
     Cause,
@@ -142,11 +139,11 @@ def _end_with_parent(parent_pid: int) -> bool:
 def run(channel: Channel) -> int:
     """Serve one FETCH; return the exit code."""
     try:
-        fetch, source_fd = _receive_fetch(channel)
+        fetch, fds = _receive_fetch(channel)
         try:
-            return _serve(channel, fetch, source_fd)
+            return _serve(channel, fetch, fds)
         finally:
-            os.close(source_fd)
+            close_all(fds)
     except ConnectionLost:
         return EXIT_FAILED
     except ProtocolViolation:
@@ -154,9 +151,9 @@ def run(channel: Channel) -> int:
         return EXIT_FAILED
 
 
-def _serve(channel: Channel, fetch: Fetch, source_fd: int) -> int:
+def _serve(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> int:
     try:
-        load(channel, fetch, source_fd)
+        load(channel, fetch, fds)
     except ConnectionLost:
         raise
     except SourceError as error:
@@ -176,19 +173,15 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
+def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
     """Reserve, fill and commit the generation of `fetch`.
 
     Raises:
-        SourceError: the file cannot be used, or changed. The segment's fd is closed.
+        SourceError: the source cannot be used, or changed. The segment's fd is closed.
         ConnectionLost: the coordinator is gone.
     """
-    size_bytes = check_unchanged(source_fd, fetch)
-    _check_readable(source_fd, fetch.source)
-    os.set_blocking(source_fd, True)
     try:
-        checkpoint = read_checkpoint(source_fd, size_bytes, fetch.source)
-        manifest = encode_manifest(checkpoint.manifest)
+        contents = read_contents(opened(fetch, fds), fetch.reading, fetch.source)
     except MemoryError as error:
         raise SourceUnsupported(
             f"{fetch.source}: its header takes more memory than a loader may have, which is "
@@ -196,18 +189,20 @@ def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
             source=fetch.source,
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error
-    _send(channel, Reserve(fetch.gen, segment_bytes(len(manifest), checkpoint.data_bytes)))
+    size_bytes = segment_bytes(len(contents.manifest), contents.data_bytes)
+    _send(channel, Reserve(fetch.gen, size_bytes))
     segment_fd = _receive_space(channel)
     try:
         meter = Meter(
-            checkpoint.copied_bytes(),
+            contents.filled_bytes,
             lambda done, total: _send(channel, Progress(fetch.gen, done, total)),
         )
-        data_start = write_manifest(segment_fd, manifest)
-        Pump([(source_fd, fetch.source)], segment_fd).copy(checkpoint.copies, data_start, meter)
+        data_start = write_manifest(segment_fd, contents.manifest)
+        contents.fill(segment_fd, data_start, meter)
+        meter.finish()
     finally:
         os.close(segment_fd)
-    check_unchanged(source_fd, fetch)
+    check_unchanged(fetch, fds)
     _send(channel, Commit(fetch.gen))
 
 
@@ -218,88 +213,33 @@ def _send(channel: Channel, message: FromLoader) -> None:
     channel.send(encode(message))
 
 
-def _receive(channel: Channel) -> tuple[ToLoader, int]:
-    """Return the next message and its one fd."""
+def _receive(channel: Channel) -> tuple[ToLoader, list[int]]:
     received = channel.receive()
     if received is None:
         raise ConnectionLost("the coordinator closed the connection")
     data, fds = received
-    if len(fds) != 1:
-        close_all(fds)
-        raise ProtocolViolation(f"a message to a loader carries one fd, not {len(fds)}")
-    return decode(to_loader_decoder, data), fds[0]
+    return decode(to_loader_decoder, data), fds
 
 
-def _receive_fetch(channel: Channel) -> tuple[Fetch, int]:
-    message, fd = _receive(channel)
+def _receive_fetch(channel: Channel) -> tuple[Fetch, list[int]]:
+    message, fds = _receive(channel)
     if not isinstance(message, Fetch):
         raise ProtocolViolation(f"a loader's first message is Fetch, not {type(message).__name__}")
-    return message, fd
+    expected = len(message.files) or int(not is_url(message.source))
+    if len(fds) != expected:
+        raise ProtocolViolation(f"{len(fds)} fds came with a Fetch of {expected} files")
+    return message, fds
 
 
 def _receive_space(channel: Channel) -> int:
-    message, fd = _receive(channel)
+    message, fds = _receive(channel)
     if not isinstance(message, Space):
-        os.close(fd)
+        close_all(fds)
         raise ProtocolViolation(f"a loader waits for Space, not {type(message).__name__}")
-    return fd
-
-
-# --- the source ---------------------------------------------------------------------------------
-
-
-def read_checkpoint(source_fd: int, size_bytes: int, name: str) -> Checkpoint:
-    """Return what an opened file holds.
-
-    Raises:
-        SourceError: it cannot be read, or is not what it should be.
-    """
-    head = _read(source_fd, min(HEAD_BYTES, size_bytes), 0, name)
-    header = _read(source_fd, header_bytes(head, size_bytes, name), LENGTH_BYTES, name)
-    return parse(header, size_bytes, name)
-
-
-def check_unchanged(source_fd: int, fetch: Fetch) -> int:
-    """Return the size of a source that is what was asked for.
-
-    Raises:
-        SourceChanged: it was written to, or cut, since.
-        SourceNotOpened: it is not a regular file.
-    """
-    status = check_regular(source_fd, fetch.source)
-    if fingerprint(status) != fetch.fingerprint:
-        raise SourceChanged(
-            f"{fetch.source}: it changed between being asked for and being read to the end",
-            source=fetch.source,
-        )
-    return status.st_size
-
-
-def _check_readable(fd: int, name: str) -> None:
-    """Refuse an fd that is of a file, and does not let it be read.
-
-    Raises:
-        SourceNotOpened: it was opened for writing only, or as a mere path.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
-        raise SourceNotOpened(
-            f"{name}: its fd was not opened for reading",
-            source=name,
-            remedy="open the file with O_RDONLY before you send its fd",
-        )
-
-
-def _read(fd: int, size: int, offset: int, name: str) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    done = 0
-    while done < size:
-        got = read_into(fd, view[done:], offset + done, name)
-        if got == 0:
-            raise SourceMalformed(f"{name}: ends at byte {offset + done}", source=name)
-        done += got
-    return bytes(data)
+    if len(fds) != 1:
+        close_all(fds)
+        raise ProtocolViolation(f"a Space carries one fd, not {len(fds)}")
+    return fds[0]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 from shm_store import channel
 from shm_store.channel import Channel
+from shm_store.checkpoint_files import Opened
 from shm_store.errors import (
     ConnectionLost,
     CoordinatorLost,
@@ -23,6 +24,7 @@ from shm_store.errors import (
     ProtocolViolation,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.reading import Reading
 from shm_store.report import GenerationReport, StatusReport
 from shm_store.wire import (
     RAM,
@@ -344,8 +346,8 @@ class Operator:
     def acquire(
         self,
         key: Key,
-        source: str,
-        source_fd: int,
+        source: Opened,
+        reading: Reading,
         timeout_s: float,
         on_filling: FilledBytes | None = None,
         on_wait: Waits | None = None,
@@ -353,7 +355,8 @@ class Operator:
         """Have `key` loaded from the opened `source`, unless it is, and return a lease on it.
 
         Args:
-            source_fd: the opened file; stays the caller's.
+            source: its files stay the caller's.
+            reading: what to make of it.
             timeout_s: how long the load may stand still.
             on_filling, on_wait: as for `request`.
 
@@ -361,8 +364,9 @@ class Operator:
             SourceError: the checkpoint cannot be used.
             ResourceError: no room, no memory, or no progress in time.
         """
-        message = Acquire(self.next_rid(), key, source, "", timeout_s)
-        answer = self.request(message, (source_fd,), on_filling, on_wait)
+        about = ("", timeout_s, False, RAM, source.files, reading)
+        message = Acquire(self.next_rid(), key, source.name, *about)
+        answer = self.request(message, source.fds, on_filling, on_wait)
         if not isinstance(answer.message, Grant):
             raise ProtocolViolation(f"a {type(answer.message).__name__} came instead of Grant")
         (fd,) = answer.fds

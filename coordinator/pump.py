@@ -85,7 +85,6 @@ class Pump:
                     )
                 done += moved
                 meter.add(moved)
-        meter.finish()
 
     def _move(self, fd: int, name: str, source_offset: int, segment_offset: int, size: int) -> int:
         if self._buffer is None:

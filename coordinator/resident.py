@@ -6,14 +6,13 @@ neither torch nor a driver.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 
 from coordinator.process_host import module_command
+from shm_store.checkpoint_files import open_checkpoint
 from shm_store.errors import ArgumentRefused, listed
 from shm_store.keep import KEEP_OPTION, parse_keep
-from shm_store.source import open_source
 
 HOPELESS = frozenset({2, 3})
 """Exit codes of a resident worker that is told what cannot be, or has no source it can use."""
@@ -45,7 +44,7 @@ def check(keep: Sequence[str], devices: Sequence[str], workers: int) -> None:
         SourceNotOpened: one of what is to be kept.
     """
     for source in parse_keep(keep).values():
-        os.close(open_source(source))
+        open_checkpoint(source).close()
     twice = sorted({name for name in devices if list(devices).count(name) > 1})
     if twice:
         raise ArgumentRefused(

@@ -84,6 +84,11 @@ class SegmentTable:
         """Return the fd of `gen`, or None if it has no segment (any more)."""
         return self._fds.get(gen)
 
+    def fds(self, gen: GenerationId) -> tuple[int, ...]:
+        """Return the fd of `gen` for a message: it carries none if there is none."""
+        fd = self._fds.get(gen)
+        return () if fd is None else (fd,)
+
     def take(self, gen: GenerationId) -> int | None:
         """Hand the fd of `gen` over for closing. From here on the table does not know it."""
         return self._fds.pop(gen, None)

@@ -38,6 +38,7 @@ from coordinator.ledger.events import (
 )
 from coordinator.ledger.state import Request, State
 from coordinator.program import UNKNOWN, program
+from coordinator.source_table import OpenedSource, SourceTable
 from coordinator.statement import Statement
 from coordinator.store import Found, pid_of
 from shm_store import channel, source
@@ -124,7 +125,7 @@ class Server:
         self._session_of: dict[Connection, SessionId] = {}
         self._tokens: dict[str, SessionId] = {}
         """By what sessions call themselves."""
-        self._sources: dict[tuple[SessionId, RequestId], int] = {}
+        self._sources = SourceTable()
         self._last_session = 0
         self._events: list[Event] = []
         self._feeding = False
@@ -197,7 +198,7 @@ class Server:
 
     def send(self, session: SessionId, message: ToSession, segment: GenerationId | None) -> None:
         if isinstance(message, Grant | Fail):
-            self._close_source(session, message.rid)
+            self._sources.close(session, message.rid)
         peer = self._peers.get(session)
         if peer is not None and peer.connection is not None:
             peer.connection.send(message, segment)
@@ -216,7 +217,7 @@ class Server:
             self._session_of.pop(peer.connection, None)
             peer.connection.close()
 
-    def source(self, session: SessionId, rid: RequestId) -> int:
+    def source(self, session: SessionId, rid: RequestId) -> OpenedSource:
         return self._sources[session, rid]
 
     def exit(self) -> None:
@@ -277,7 +278,7 @@ class Server:
             Channel(accepted, limit_bytes=MESSAGE_LIMIT_BYTES),
             self._received,
             self._lost,
-            self._executor.segments.fd,
+            self._executor.segments.fds,
         )
         try:
             pid = self._allowed_pid(connection.channel)
@@ -425,28 +426,32 @@ class Server:
         return session
 
     def _said(self, session: SessionId, message: FromSession, fds: list[int]) -> None:
-        """Pass a message on. An ACQUIRE with a source brings one fd, and a COMMIT of a device's."""
+        """Pass a message on. An ACQUIRE brings its opened source, and a COMMIT of a device's."""
         if isinstance(message, Commit) and fds:
             self._deposit(session, message.gen, fds)
-        expected = isinstance(message, Acquire) and message.source is not None
+        expected = _files_of(message)
         if len(fds) != expected:
             raise ProtocolViolation(f"{len(fds)} fds came with {type(message).__name__}")
         if not isinstance(message, Acquire) or message.source is None:
             self.feed(Said(session, message))
             return
-        # Whether it is a file at all, its loader says.
-        fingerprint = source.fingerprint(os.fstat(fds[0]))
+        # Whether they are files at all, their loader says.
+        fingerprint = source.fingerprint_of(
+            fds, message.source, message.files, message.reading, message.version
+        )
         request = (session, message.rid)
         if request in self._sources:
             return  # a replay: its first copy has not been answered yet
-        if reserved(fds[0], FOR_SOURCES):
+        if any(reserved(fd, FOR_SOURCES) for fd in fds):
             refusal = exhausted(f"the source of {message.key!r} cannot be kept")
             self.send(session, Fail(message.rid, Cause.of(refusal)), None)
             return
-        self._sources[request] = fds.pop()
+        opened = OpenedSource(fds, message.files, message.reading)
+        fds.clear()
+        self._sources.add(request, fingerprint, opened)
         self.feed(Said(session, message, fingerprint))
         if request not in self.ledger.requests:
-            self._close_source(*request)
+            self._sources.close(*request)
 
     def _deposit(self, session: SessionId, gen: GenerationId, fds: list[int]) -> None:
         """Keep the memory that comes with a COMMIT, the first time. Without an fd it is refused.
@@ -473,7 +478,7 @@ class Server:
             connection.drain_input()
         if session in self._peers:
             self._log_unfinished(session)
-            self._close_sources(session)
+            self._sources.close_all(session)
             self.feed(SessionEnded(session))
 
     def _log_unfinished(self, session: SessionId) -> None:
@@ -491,7 +496,7 @@ class Server:
             peer = self._peers[session]
             peer.connection = None
             self._log_unfinished(session)
-            self._close_sources(session)
+            self._sources.close_all(session)
             self.feed(Disconnected(session))
             self._look_for_exec(session, FIRST_LOOK_S)
 
@@ -509,15 +514,6 @@ class Server:
         later_s = min(2 * next_s, LONGEST_LOOK_S)
         self._loop.call_later(next_s, self._look_for_exec, session, later_s)
 
-    def _close_source(self, session: SessionId, rid: RequestId) -> None:
-        fd = self._sources.pop((session, rid), None)
-        if fd is not None:
-            os.close(fd)
-
-    def _close_sources(self, session: SessionId) -> None:
-        for request in [request for request in self._sources if request[0] == session]:
-            self._close_source(*request)
-
     async def close(self) -> None:
         """Say BYE, end the children, free everything."""
         self._loop.remove_reader(self._listener.fileno())
@@ -532,3 +528,10 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         await self._executor.close()
+
+
+def _files_of(message: FromSession) -> int:
+    """Return how many fds a message has to bring."""
+    if not isinstance(message, Acquire) or message.source is None:
+        return 0
+    return len(message.files) or int(not source.is_url(message.source))

@@ -13,6 +13,7 @@ from gpu_worker.handle import ModelHandle
 from gpu_worker.records import EvictCause, Held
 from gpu_worker.reservation import Reservation
 from gpu_worker.residence import Resident
+from gpu_worker.source import Source
 from gpu_worker.worker import Worker, check_writes, constructing
 from shm_store.errors import (
     ArgumentRefused,
@@ -82,6 +83,7 @@ __all__ = [
     "Resident",
     "ResourceError",
     "SegmentRefused",
+    "Source",
     "SourceChanged",
     "SourceError",
     "SourceMalformed",

@@ -10,18 +10,24 @@ from typing import TypeVar
 
 from gpu_worker.records import Origin
 from gpu_worker.request import Ask, Build
+from gpu_worker.source import Source
 from shm_store.errors import ArgumentRefused
 from shm_store.keys import parse_key
+from shm_store.reading import AS_IT_IS
 from shm_store.sizes import parse_size
+from shm_store.source import is_url
 from shm_store.wire import SIZE_LIMIT_BYTES, TIMEOUT_LIMIT_S
 
 NAME_LIMIT = 200
 VERSION_LIMIT = 120
 
 
+SourceLike = str | os.PathLike[str] | Source
+
+
 def asked(
     key: object,
-    source: str | os.PathLike[str] | None,
+    source: SourceLike | None,
     build: Build | None,
     version: object,
 ) -> tuple[Ask, Origin]:
@@ -30,19 +36,23 @@ def asked(
     if (source is None) == (build is None):
         raise ArgumentRefused(
             f"{key!r} needs source= or build=, and not both",
-            remedy="pass the path of a .safetensors file, or a function that makes the weights",
+            remedy="pass the path of a checkpoint, or a function that makes the weights",
         )
     version = text("version", version, VERSION_LIMIT)
     if source is None:
         check_factory("build", build)
         return Ask(name, None, build, version), Origin("build", version)
-    if version:
-        raise ArgumentRefused(
-            "version= goes with build=: a source's version is the file's own",
-            remedy="leave version= out: a file that changes is noticed",
-        )
-    place = os.path.abspath(path("source", source))
-    return Ask(name, place, None), Origin("source", place)
+    location = source.location if isinstance(source, Source) else source
+    reading = source.reading() if isinstance(source, Source) else AS_IT_IS
+    place = path("source", location)
+    if not is_url(place):
+        place = os.path.abspath(place)
+        if version:
+            raise ArgumentRefused(
+                "version= goes with build= or a URL: a file's version is its own",
+                remedy="leave version= out: a file that changes is noticed",
+            )
+    return Ask(name, place, None, version, reading), Origin("source", place, version, reading)
 
 
 def path(argument: str, value: object) -> str:

@@ -34,6 +34,7 @@ from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Request
 from gpu_worker.session import Session
 from gpu_worker.waits import refuse_fork, steps
 from shm_store import wire
+from shm_store.checkpoint_files import open_checkpoint
 from shm_store.errors import (
     BudgetExceeded,
     CallerError,
@@ -46,8 +47,8 @@ from shm_store.errors import (
 )
 from shm_store.keys import GenerationId, Key
 from shm_store.layout import PAGE_BYTES, round_up
-from shm_store.source import open_source
 from shm_store.wire import (
+    RAM,
     SIZE_LIMIT_BYTES,
     TIMEOUT_LIMIT_S,
     VERSION,
@@ -191,9 +192,8 @@ class Client:
                 self._session.put_away(request)
             finally:
                 # In place: an exception from outside could come into a call.
-                fd, request.fd = request.fd, -1
-                if fd >= 0:
-                    os.close(fd)
+                while request.fds:
+                    os.close(request.fds.pop())
 
     def prefetch(self, ask: Ask) -> None:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
@@ -496,17 +496,26 @@ class Client:
             request.left_s = max(0.0, request.left_s - (time.monotonic() - started_s))
 
     def _ask_for(self, request: Request, ask: Ask) -> None:
-        """Send an ACQUIRE, with the opened source if there is one."""
+        """Send an ACQUIRE, with the opened files of the source if there is one."""
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
         if ask.source is None:
             version = ask.version
             self._session.ask(request, lambda rid: Acquire(rid, ask.key, None, version, timeout_s))
             return
         # The name is for people, and may be cut or escaped: the fd says which file is meant.
-        name = os.fsencode(ask.source).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
         prefetch = request.kind == "prefetch" or self.background
-        request.fd = open_source(ask.source)
-        self._session.ask(request, lambda rid: Acquire(rid, ask.key, name, "", timeout_s, prefetch))
+        opened = open_checkpoint(ask.source)
+        request.fds[:] = opened.fds
+        if opened.extra:
+            logger.warning(
+                "weight-cache: %s does not name %s, which is not read",
+                opened.name,
+                ", ".join(opened.extra),
+            )
+        # The name is for people, and may be cut or escaped: the fds say which files are meant.
+        name = os.fsencode(opened.name).decode("utf-8", "backslashreplace")[:SOURCE_NAME_LIMIT]
+        about = (ask.version, timeout_s, prefetch, RAM, opened.files, ask.reading)
+        self._session.ask(request, lambda rid: Acquire(rid, ask.key, name, *about))
 
     def _follow(self, request: Request, ask: Ask) -> Granted:
         """Do what the coordinator asks for until the weights are here."""
@@ -554,7 +563,7 @@ class Client:
     def _fill(self, request: Request, plan: publish.Plan) -> None:
         from gpu_worker import publish
 
-        publish.fill(request.fd, plan)
+        publish.fill(request.fds[0], plan)
 
     def _wait_for_keeper(self, done: queue.SimpleQueue[None], timeout_s: float) -> None:
         for step_s in steps(timeout_s, os.getpid()):

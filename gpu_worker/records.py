@@ -26,6 +26,7 @@ from typing import Generic, Literal, NewType, Protocol, TypeVar
 
 from shm_store.errors import WorkerClosed
 from shm_store.keys import GenerationId, Key
+from shm_store.reading import AS_IT_IS, Reading
 
 ClaimId = NewType("ClaimId", int)
 LockId = NewType("LockId", int)
@@ -42,13 +43,15 @@ Asked = Literal["", "idle", "room", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What was asked for: the absolute path of a source, or the version of what is built.
+    """What was asked for: where a source is, and how it is read; or the version of what is built.
 
     `private` is built for this process alone.
     """
 
     kind: Literal["source", "build", "private"]
     name: str
+    version: str = ""
+    reading: Reading = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from gpu_worker.records import Asked
 from gpu_worker.waits import steps
 from shm_store.errors import LoadTimeout, WeightCacheError
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId
+from shm_store.reading import AS_IT_IS, Reading
 from shm_store.wire import NO_GENERATION, AnyMessage, Done, Filling, Flushed, Space, Ticket
 
 if TYPE_CHECKING:
@@ -35,12 +36,13 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is wanted: a key, and either the path of a source or a callable that builds it."""
+    """What is wanted: a key, and either a source, read so, or a callable that builds it."""
 
     key: Key
     source: str | None
     build: Build | None
     version: str = ""
+    reading: Reading = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class Request:
         rid: 0 until it has an id, and another one on each connection; `sent` once it is on its way.
         wanted: it was not given up.
         say: makes the message that asks for it, by its id.
-        fd: the opened source, to be asked for again: by then its path may lead elsewhere. Or the
-            segment to fill. Once it is not `wanted`, its asker closes it.
+        fds: the opened source, to be asked for again: by then its path may lead elsewhere. Or the
+            segment to fill. Once it is not `wanted`, its asker closes them.
         gen, fingerprint: the generation to build, once a ticket came; `reserved` after RESERVE.
         space: SPACE came. After COMMIT it is `committed`.
         builder: the thread that runs the asker's `build`.
@@ -126,7 +128,7 @@ class Request:
     sent: bool = False
     wanted: bool = True
     say: Callable[[RequestId], AnyMessage] | None = None
-    fd: int = -1
+    fds: list[int] = field(default_factory=list)
     gen: GenerationId | None = None
     fingerprint: Fingerprint = Fingerprint("")
     reserved: bool = False
@@ -165,10 +167,9 @@ class Request:
         return reply
 
     def close(self) -> None:
-        """Close its fd, if it has one."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close its fds, if it has any."""
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 Step = Granted | Charge | Ticket | Space | Filling | Flushed | Done

@@ -191,8 +191,7 @@ class Session:
     def _post(self, request: Request) -> None:
         """Ask for what a request asks for. The lock is held."""
         assert request.say is not None
-        fds = () if request.fd < 0 else (request.fd,)
-        self.connection.post(request.say(request.rid), fds)
+        self.connection.post(request.say(request.rid), tuple(request.fds))
 
     def put_away(self, request: Request) -> None:
         """Its asker is through with a request; its final answer may still be to come."""
@@ -327,7 +326,7 @@ class Session:
         with self.lock:
             for request in self.requests:
                 if request.gen == message.gen and request.wanted:
-                    request.space, request.fd = True, fd
+                    request.space, request.fds = True, [] if fd < 0 else [fd]
                     request.inbox.put(message)
                     return
             if fd >= 0:

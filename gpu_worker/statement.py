@@ -32,7 +32,7 @@ def post_statement(
     for request in fills:
         assert request.gen is not None and request.key is not None
         fill = HeldFill(request.gen, request.rid, request.key, request.fingerprint)
-        filling.append((fill, (request.fd,)))
+        filling.append((fill, tuple(request.fds)))
         if request.committed:
             committed.append(Commit(request.gen))
     filled = {request.gen for request in fills}

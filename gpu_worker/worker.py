@@ -144,7 +144,7 @@ class Worker:
         self,
         key: str,
         *,
-        source: str | os.PathLike[str] | None = None,
+        source: arguments.SourceLike | None = None,
         build: Build | None = None,
         version: str = "",
         timeout: float | None = None,
@@ -158,14 +158,15 @@ class Worker:
 
         Args:
             key: the name that processes share weights by.
-            source: path of a .safetensors file, opened by this process.
+            source: path of a checkpoint, opened by this process: a .safetensors file, the index of
+                a sharded one, or a folder with one of them. Or a `Source`, which says more.
             build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
                 Of a module, non-persistent buffers are shared as well, and so are in the dict.
                 All processes get that first result until `version` changes or it is evicted,
                 whatever a later `build` would return.
-            version: with `build`: weights of another version are other weights, so change it
-                whenever `build` is to run again.
+            version: with `build` or a URL: weights of another version are other weights, so change
+                it whenever `build` is to run again, or the URL to be read again.
             timeout: seconds to wait for others; the time in `build` does not count. None waits as
                 long as there is progress, and 300 s where there is none, as for room.
             progress: called with (bytes filled, bytes in all) while another process fills. What it
@@ -202,7 +203,7 @@ class Worker:
         key: str,
         *,
         skeleton: Callable[[], torch.nn.Module],
-        source: str | os.PathLike[str] | None = None,
+        source: arguments.SourceLike | None = None,
         build: Build | None = None,
         version: str = "",
         timeout: float | None = None,
@@ -311,7 +312,7 @@ class Worker:
         key: str,
         *,
         skeleton: Callable[[], torch.nn.Module],
-        source: str | os.PathLike[str] | None = None,
+        source: arguments.SourceLike | None = None,
         build: Build | None = None,
         version: str = "",
         timeout: float | None = None,
@@ -343,7 +344,7 @@ class Worker:
         finally:
             handle.close()
 
-    def prefetch(self, key: str, *, source: str | os.PathLike[str]) -> None:
+    def prefetch(self, key: str, *, source: arguments.SourceLike) -> None:
         """Have the weights of `key` loaded, for whoever asks for them next. Returns at once.
 
         Waits for room behind every load, and takes nothing from anybody. What goes wrong after the

@@ -50,8 +50,8 @@ FRAME_LIMIT_BYTES = 64 * 1024
 """Far below the default socket buffer (about 208 KiB), which bounds a frame."""
 
 MESSAGE_LIMIT_BYTES = 32 * 1024 * 1024
-FDS_LIMIT = 16
-"""No message carries more; the kernel's own bound is 253 (SCM_MAX_FD)."""
+FDS_LIMIT = 252
+"""No message carries more. The kernel's bound is one more (SCM_MAX_FD), so that too many show."""
 
 TOO_MANY_UNDER_WAY = "this user's processes have too many fds under way to be sent another"
 

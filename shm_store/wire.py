@@ -26,6 +26,7 @@ from shm_store.keys import (
     SessionId,
 )
 from shm_store.layout import PAGE_BYTES
+from shm_store.reading import AS_IT_IS, Reading
 from shm_store.report import GenerationReport, ModelReport, StatusReport
 
 VERSION = 1
@@ -39,6 +40,9 @@ RAM = "ram"
 TIMEOUT_LIMIT_S = 1e9
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
+FileName = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Files = Annotated[tuple[FileName, ...], msgspec.Meta(max_length=251)]
+"""Of several files that travel with a message, in the order of their fds. A lone one has none."""
 AnyKey = Annotated[Key, msgspec.Meta(min_length=1, max_length=KEY_LIMIT_BYTES)]
 """Short enough for a preamble. Only `parse_key` says whether it is a key."""
 Version = Annotated[str, msgspec.Meta(max_length=120)]
@@ -181,8 +185,9 @@ class Declare(Message, frozen=True):
 class Acquire(Message, frozen=True):
     """Ask for a lease on `key`.
 
-    With `source`, the opened file travels as one fd and a loader fills the segment if nobody has
-    it yet. With `source=None` the asker itself can build the weights, of version `version`.
+    With `source`, the opened file travels as an fd, or all `files` do, and a loader fills the
+    segment if nobody has it yet, by `reading` them; what is at a URL it opens itself, and `version`
+    says which. With `source=None` the asker itself can build the weights, of version `version`.
     `timeout_s` runs only while nothing progresses. A `prefetch` waits behind every load and takes
     nothing from anybody.
 
@@ -198,6 +203,8 @@ class Acquire(Message, frozen=True):
     timeout_s: TimeoutS
     prefetch: bool = False
     pool: Name = RAM
+    files: Files = ()
+    reading: Reading = AS_IT_IS
 
 
 class Charge(Message, frozen=True):
@@ -442,15 +449,17 @@ class Bye(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """A loader's ticket: fill `gen` from the source whose opened fd travels with this.
+    """A loader's ticket: fill `gen` from the source whose opened files travel with this.
 
-    `fingerprint` is of the file that was asked for: one that has another by now is refused.
+    `fingerprint` is of the files that were asked for: what has another by now is refused.
     """
 
     gen: GenerationId
     key: AnyKey
     source: Name
     fingerprint: Fingerprint
+    files: Files = ()
+    reading: Reading = AS_IT_IS
 
 
 Held = HeldMap | HeldOnDevice | HeldFill | HeldCharge | Declare

@@ -24,7 +24,7 @@ LITTLE_MEMORY = b"little memory"
 
 LOADER = r"""
 import os, resource, socket, sys
-from coordinator import loader
+from coordinator import loader, pump
 
 asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asking.connect(os.environ["HELD_LOADERS"])
@@ -48,8 +48,8 @@ def reached(point):
         if said in (b"out of memory", b"little memory"):
             no_memory((8 << 20) * (said == b"little memory"))
 
-send, receive_fetch, move = loader._send, loader._receive_fetch, loader.Pump._move
-finish = loader.Meter.finish
+send, receive_fetch, move = loader._send, loader._receive_fetch, pump.Pump._move
+finish = pump.Meter.finish
 
 def stepped_send(channel, message):
     reached("before " + type(message).__name__)
@@ -75,7 +75,7 @@ def stepped_finish(meter):
     finish(meter)
 
 loader._send, loader._receive_fetch = stepped_send, stepped_receive_fetch
-loader.Pump._move, loader.Meter.finish = stepped_move, stepped_finish
+pump.Pump._move, pump.Meter.finish = stepped_move, stepped_finish
 sys.exit(loader.main(["loader", sys.argv[1]]))
 """
 

@@ -152,7 +152,7 @@ def test_a_load_that_waits_for_room_says_so_once_and_goes_on(coordinator, tmp_pa
     ("name", "code", "text"),
     [
         ("missing", 3, "No such file"),
-        ("", 3, "a directory"),
+        ("folder", 3, "no checkpoint in this folder"),
         ("empty", 3, "empty"),
         ("garbage", 3, "garbage"),
         ("large", 4, "needs 4.0 MiB"),
@@ -161,6 +161,7 @@ def test_a_load_that_waits_for_room_says_so_once_and_goes_on(coordinator, tmp_pa
 def test_a_load_that_cannot_be_says_why_and_charges_nothing(
     coordinator, tmp_path, weights, name, code, text
 ):
+    (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "garbage").write_bytes(b"\xff" * 100)
     write_safetensors(tmp_path / "large", {"w": ("U8", [3 << 20], bytes(3 << 20))})

@@ -34,7 +34,7 @@ def test_last_words_have_an_end():
             Endless(ours),
             lambda _, data, fds: heard.append(data),
             lambda _, reason: None,
-            lambda gen: None,
+            lambda gen: (),
         )
         connection.drain_input()
         connection.close()
@@ -70,7 +70,7 @@ def test_too_many_fds_in_flight_delay_a_message_and_end_no_connection():
         ours.setblocking(False)
         crowded = Crowded(ours, refusals=3)
         connection = Connection(
-            loop, crowded, lambda *_: heard.set(), lambda _, reason: None, lambda gen: 0
+            loop, crowded, lambda *_: heard.set(), lambda _, reason: None, lambda gen: (0,)
         )
         started_s = loop.time()
         connection.send(Grant(RequestId(1), GEN), GEN)

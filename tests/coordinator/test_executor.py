@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import backing, executor, loader
+from coordinator import backing, loader
 from coordinator.executor import Executor
 from coordinator.ledger.events import Back, BackingRefused, Event, Free, Freed, LoaderEnded
 from coordinator.ledger.events import StartLoader as Start
 from coordinator.places import PLACES
+from coordinator.source_table import OpenedSource
+from shm_store import channel
 from shm_store.keys import Fingerprint, GenerationId, Key, RequestId, SessionId
+from shm_store.reading import AS_IT_IS
 from tests.processes import WAIT_S, children_of, fds_of
 
 pytestmark = pytest.mark.process
@@ -41,12 +44,12 @@ class Outside:
     """The server, as far as the executor sees it, and the ledger that hears the outcomes."""
 
     def __init__(self, source: Path) -> None:
-        self.source_fd = os.open(source, os.O_RDONLY)
+        self.opened = OpenedSource([os.open(source, os.O_RDONLY)], (), AS_IT_IS)
         self.heard: list[Event] = []
         self.news = asyncio.Event()
 
-    def source(self, session: SessionId, rid: RequestId) -> int:
-        return self.source_fd
+    def source(self, session: SessionId, rid: RequestId) -> OpenedSource:
+        return self.opened
 
     def feed(self, event: Event) -> None:
         self.heard.append(event)
@@ -86,7 +89,8 @@ def work(path: Path, talk: Callable[[Executor, Outside], Awaitable[None]]) -> No
             await talk(works, outside)
         finally:
             await works.close()
-            os.close(outside.source_fd)
+            if outside.opened.users:
+                outside.opened.close()
 
     asyncio.run(run())
     assert children() == []
@@ -152,9 +156,7 @@ def test_a_loader_has_its_source_though_who_brought_it_gave_up(tmp_path):
     async def talk(works: Executor, outside: Outside) -> None:
         for number in range(PLACES + 1):
             works.perform(start(number))
-        null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(null, outside.source_fd)
-        os.close(null)
+        outside.opened.close()
         first = set(children())
         works.perform(Free(gen(0)))
         await outside.expect(Freed(gen(0)))
@@ -172,8 +174,8 @@ def test_without_fds_nothing_starts_and_the_reason_says_whose(tmp_path, monkeypa
         os.close(fd)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(executor, "require_free", refuse)
     monkeypatch.setattr("coordinator.segment_table.require_free", refuse)
+    monkeypatch.setattr(channel, "pair", lambda: refuse(os.dup(0), 0))
 
     async def talk(works: Executor, outside: Outside) -> None:
         works.perform(effect)

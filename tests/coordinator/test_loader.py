@@ -77,7 +77,7 @@ class Played:
         return message
 
     def fetch(self, source_fd: int, name: str = "a.safetensors") -> None:
-        asked = fingerprint(os.fstat(source_fd))
+        asked = fingerprint([os.fstat(source_fd)])
         self.channel.send(encode(Fetch(GEN, KEY, name, asked)), [source_fd])
 
     def await_reserve(self) -> Reserve:
@@ -433,7 +433,7 @@ def cut_before_the_data(path: Path) -> None:
 def test_a_source_that_changed_since_it_was_asked_for_is_refused(checkpoint):
     """Its bytes would be held under the fingerprint of the old ones."""
     with started() as played, opened(checkpoint) as source_fd:
-        stale = fingerprint(os.fstat(source_fd))
+        stale = fingerprint([os.fstat(source_fd)])
         touched(checkpoint)
         played.channel.send(encode(Fetch(GEN, KEY, "a.safetensors", stale)), [source_fd])
         assert played.await_cause().code == "source_changed"

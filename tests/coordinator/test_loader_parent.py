@@ -78,7 +78,7 @@ def test_it_dies_with_its_parent_though_its_socket_stays_open(tmp_path):
         pidfd = os.pidfd_open(pid)
         source_fd = open_source(tmp_path / "a")
         channel.send(
-            encode(Fetch(GenerationId("1"), Key("k"), "a", fingerprint(os.fstat(source_fd)))),
+            encode(Fetch(GenerationId("1"), Key("k"), "a", fingerprint([os.fstat(source_fd)]))),
             [source_fd],
         )
         os.close(source_fd)

@@ -190,7 +190,7 @@ def test_as_many_fds_as_are_allowed_arrive(ends: tuple[Channel, Channel], file: 
         assert exchange(left, right, bytes(length), [file] * FDS_LIMIT) == bytes(length)
 
 
-@pytest.mark.parametrize("count", [FDS_LIMIT + 1, FDS_LIMIT + 2, FDS_LIMIT + 3, 253])
+@pytest.mark.parametrize("count", [FDS_LIMIT + 1])
 @pytest.mark.parametrize("flag", [LAST, MORE])
 def test_more_fds_than_allowed_are_the_fault_of_the_peer(
     raw: tuple[socket.socket, Channel], file: int, count: int, flag: bytes
@@ -198,7 +198,7 @@ def test_more_fds_than_allowed_are_the_fault_of_the_peer(
     """Not taken for a lack of fds here, and all of them are closed."""
     peer, receiving = raw
     socket.send_fds(peer, [(flag + bytes(PART))[:FRAME_LIMIT_BYTES]], [file] * count)
-    with pytest.raises(ProtocolViolation, match="more than 16 fds"):
+    with pytest.raises(ProtocolViolation, match=f"more than {FDS_LIMIT} fds"):
         receiving.receive()
     assert copies(file) == 1
 

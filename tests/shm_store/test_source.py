@@ -38,7 +38,7 @@ def opened_fingerprint(path: Path) -> str:
     """Return the fingerprint of what is at `path` now."""
     fd = open_source(path)
     try:
-        return fingerprint(check_regular(fd, str(path)))
+        return fingerprint([check_regular(fd, str(path))])
     finally:
         os.close(fd)
 
@@ -172,7 +172,7 @@ def test_a_fingerprint_describes_what_was_opened(file: Path) -> None:
     try:
         file.unlink()
         file.write_bytes(b"another file")
-        assert fingerprint(check_regular(fd, str(file))) == before
+        assert fingerprint([check_regular(fd, str(file))]) == before
     finally:
         os.close(fd)
     assert opened_fingerprint(file) != before
@@ -182,4 +182,4 @@ def test_the_longest_fingerprint_fits_a_preamble() -> None:
     """Whatever numbers a file system gives."""
     largest = 2**64 - 1
     status = os.stat_result((0o100644, largest, largest, 1, 0, 0, largest, 0, 0, 0))
-    assert len(fingerprint(status).encode()) <= FINGERPRINT_LIMIT_BYTES
+    assert len(fingerprint([status]).encode()) <= FINGERPRINT_LIMIT_BYTES

@@ -72,11 +72,14 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return values(msgspec_kind)
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return values(inner[0])
+        least = max(getattr(meta, "min_length", None) or 0 for meta in inner[1:])
+        return st.text(min_size=least, max_size=30) if inner[0] is str else values(inner[0])
     if origin is typing.Literal:
         return st.sampled_from(inner)
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values, inner))
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return st.tuples(*map(values, inner))
     if origin is tuple:
         return st.lists(values(inner[0]), max_size=3).map(tuple)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):

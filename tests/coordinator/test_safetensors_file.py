@@ -14,18 +14,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.checkpoint import (
+from coordinator.checkpoint import Checkpoint, Copy, lay_out
+from coordinator.safetensors_file import (
     FILE_LIMIT_BYTES,
     HEAD_BYTES,
     HEADER_LIMIT_BYTES,
-    Checkpoint,
-    Copy,
     header_bytes,
-    parse,
+    read_table,
 )
 from shm_store.errors import SourceError, SourceMalformed, SourceUnsupported
 from shm_store.layout import ITEM_BYTES, contiguous_strides
 from shm_store.manifest import GroupEntry, TensorEntry, decode_manifest, encode_manifest
+from shm_store.reading import AS_IT_IS
 
 SOURCE = "models/a.safetensors"
 LONE_SURROGATE = "\\ud800"
@@ -33,6 +33,10 @@ LONE_SURROGATE = "\\ud800"
 
 def entry(dtype="U8", shape=(4,), offsets=(0, 4)) -> dict[str, object]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def parse(header: bytes, size_bytes: int, source: str) -> Checkpoint:
+    return lay_out(read_table(header, size_bytes, source), AS_IT_IS, source)
 
 
 def parsed(header: object, data_bytes: int = 4) -> Checkpoint:
@@ -137,7 +141,7 @@ def test_no_dimension_and_no_element_are_read():
     assert by_name["scalar"].shape == ()
     assert by_name["none"].strides == (3, 1)
     assert [group.size_bytes for group in checkpoint.manifest.groups] == [4, 0, 0]
-    assert checkpoint.copied_bytes() == 4
+    assert checkpoint.filled_bytes() == 4
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -383,7 +387,7 @@ def test_files_of_the_numpy_writer_come_out_equal(table, metadata):
 def check_bounds(checkpoint: Checkpoint, size_bytes: int) -> None:
     """What any accepted file guarantees: a manifest that travels, and copies that stay inside."""
     assert decode_manifest(encode_manifest(checkpoint.manifest)) == checkpoint.manifest
-    assert checkpoint.copied_bytes() <= size_bytes
+    assert checkpoint.filled_bytes() <= size_bytes
     end = 0
     for copy in checkpoint.copies:
         assert copy.size_bytes > 0

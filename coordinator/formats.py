@@ -1,0 +1,111 @@
+"""Which format the files of a checkpoint have, judged by their content, and what is in them.
+
+Each format has a reader of its own; see `Contents` for what they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.checkpoint import Checkpoint, Stored, lay_out, shown
+from coordinator.local_file import LocalFile
+from coordinator.pump import Meter, Pump
+from coordinator.safetensors_file import HEAD_BYTES, LENGTH_BYTES, header_bytes, read_table
+from shm_store.errors import SourceChanged, SourceMalformed
+from shm_store.index import INDEX_LIMIT_BYTES, parse_index
+from shm_store.manifest import encode_manifest
+from shm_store.reading import Reading
+
+
+class Contents(Protocol):
+    """What a checkpoint holds: known before a segment is there, written into it afterwards.
+
+    Attributes:
+        manifest: encoded.
+        data_bytes: of the segment's tensor bytes, alignment included.
+        filled_bytes: how many of them `fill` writes, for whoever waits.
+    """
+
+    @property
+    def manifest(self) -> bytes: ...
+    @property
+    def data_bytes(self) -> int: ...
+    @property
+    def filled_bytes(self) -> int: ...
+
+    def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
+        """Write all tensor bytes; they begin at `data_start` in the segment.
+
+        Raises:
+            SourceChanged: a file ended early.
+            SourceError: it could not be read.
+        """
+
+
+class FileContents:
+    """Tensors that lie in files as they are to lie in the segment."""
+
+    def __init__(self, checkpoint: Checkpoint, files: Sequence[LocalFile]) -> None:
+        self._checkpoint = checkpoint
+        self._files = files
+        self.manifest = encode_manifest(checkpoint.manifest)
+        self.data_bytes = checkpoint.data_bytes
+        self.filled_bytes = checkpoint.filled_bytes()
+
+    def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
+        """Have the kernel copy them."""
+        files = [(file.fd, file.name) for file in self._files]
+        Pump(files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
+
+
+def read_contents(files: Sequence[LocalFile], reading: Reading, source: str) -> Contents:
+    """Return what the files of a checkpoint hold: a lone one, or an index and its shards.
+
+    Args:
+        source: the name of the checkpoint, for errors.
+
+    Raises:
+        SourceError: a file cannot be read, or is not what it should be; or they do not agree.
+    """
+    if len(files) == 1:
+        table = _read_table(files[0], 0)
+    else:
+        table = _read_shards(files, source)
+    return FileContents(lay_out(table, reading, source), files)
+
+
+def _read_table(file: LocalFile, number: int) -> list[Stored]:
+    head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
+    header = file.read(header_bytes(head, file.size_bytes, file.name), LENGTH_BYTES)
+    return read_table(header, file.size_bytes, file.name, number)
+
+
+def _read_shards(files: Sequence[LocalFile], source: str) -> list[Stored]:
+    """Return the tensors that an index names, each from the shard in which it says that it is."""
+    index = files[0]
+    data = index.read(min(index.size_bytes, INDEX_LIMIT_BYTES), 0)
+    file_of = parse_index(data, index.name)
+    shards = sorted(set(file_of.values()))
+    by_name = dict(zip(shards, files[1:], strict=False))
+    if len(shards) != len(files) - 1 or any(
+        not file.name.endswith(shard) for shard, file in by_name.items()
+    ):
+        raise SourceChanged(
+            f"{source}: it names other shards than when it was opened", source=source
+        )
+    found: dict[str, Stored] = {}
+    for number, (shard, file) in enumerate(by_name.items(), start=1):
+        for tensor in _read_table(file, number):
+            if file_of.get(tensor.name) == shard:
+                found[tensor.name] = tensor
+    missing = [name for name in file_of if name not in found]
+    if missing:
+        name, more = missing[0], f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SourceMalformed(
+            f"{source}: by this index {file_of[name]} has tensor {shown(name)}, but it has none of "
+            f"that name{more}",
+            source=source,
+            remedy="download or save all files of the checkpoint again, the index too",
+        )
+    return [found[name] for name in file_of]

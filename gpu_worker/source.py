@@ -1,0 +1,89 @@
+"""A checkpoint and how it is to be read, where a mere path does not say enough."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shm_store.errors import ArgumentRefused
+from shm_store.reading import AS_IT_IS, FLOATING, Reading
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which tensors of a checkpoint are wanted, under which names and in which dtypes.
+
+    Goes wherever `source=` does. Weights that are read another way are other weights, so give them
+    a key of their own.
+
+        unet = gpu_worker.Source(
+            "sd15.safetensors",
+            name_filter="model.diffusion_model.*",
+            rename={"model.diffusion_model.": ""},
+            dtype=torch.bfloat16,
+        )
+        state = worker.state_dict("sd15/unet:bf16", source=unet)
+
+    Attributes:
+        location: a path, a folder or a URL, as `source=` takes it.
+        name_filter: a pattern of names in the file, as of file names (`*`, `?`, `[seq]`), or
+            several: what matches none is not read. None reads all.
+        rename: by a prefix of names in the file, what is to be there instead; "" takes it away. The
+            longest that fits counts.
+        dtype: of floating-point tensors: a `torch.dtype`, or by a pattern of names in the file the
+            dtype of what matches it, None for that of the file. The first that matches counts.
+            What a cast gives is what `Tensor.to` gives. Other tensors stay what they are.
+    """
+
+    location: str | os.PathLike[str]
+    name_filter: str | Iterable[str] | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str | None] | None = None
+
+    def reading(self) -> Reading:
+        """Return what of this travels.
+
+        Raises:
+            ArgumentRefused: a pattern, a prefix or a dtype is none.
+        """
+        filters = self.name_filter
+        wanted = (filters,) if isinstance(filters, str) else tuple(filters or ())
+        casts = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
+        rules = [] if self.dtype is None else [(name, _named(to)) for name, to in casts.items()]
+        reading = [wanted, list((self.rename or {}).items()), rules]
+        try:
+            return msgspec.convert(reading, Reading) if any(reading) else AS_IT_IS
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ArgumentRefused(
+                f"this is no way to read a checkpoint: {error}",
+                remedy="give patterns and prefixes as texts: at most 256, of 1024 characters",
+            ) from error
+
+
+def _named(dtype: object) -> str:
+    """Return our name of a dtype to cast to; "" for None.
+
+    Raises:
+        ArgumentRefused: it is not one.
+    """
+    if dtype is None:
+        return ""
+    import torch
+
+    from gpu_worker.dtypes import NAMES
+
+    given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = NAMES.get(given, "") if isinstance(given, torch.dtype) else ""
+    if name not in FLOATING:
+        raise ArgumentRefused(
+            f"dtype={dtype!r} is not a floating-point dtype",
+            remedy='pass one of torch, such as torch.bfloat16, or its name, "bfloat16"',
+        )
+    return name
