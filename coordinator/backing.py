@@ -85,9 +85,9 @@ def back(fd: int, size_bytes: int, parent_pid: int) -> int:
     for start in range(0, size_bytes, STEP_BYTES):
         if os.getppid() != parent_pid:
             return _end(EXIT_PARENT_GONE, "the coordinator is gone")
-        lack = _lack(size_bytes - start)
-        if lack:
-            return _end(EXIT_NO_HEADROOM, lack)
+        lacking = lack(size_bytes - start)
+        if lacking:
+            return _end(EXIT_NO_HEADROOM, lacking)
         try:
             os.posix_fallocate(fd, start, min(STEP_BYTES, size_bytes - start))
         except OSError as error:
@@ -100,7 +100,7 @@ def back(fd: int, size_bytes: int, parent_pid: int) -> int:
     return EXIT_BACKED
 
 
-def _lack(needed_bytes: int) -> str:
+def lack(needed_bytes: int) -> str:
     """Say what there is too little of for so many bytes more; nothing if it suffices."""
     for where, headroom in (
         ("this memory cgroup", cgroup_headroom_bytes()),
@@ -162,7 +162,7 @@ def cgroup_headroom_bytes(root: str = "/") -> int | None:
     Returns:
         At least 0; None where nothing limits.
     """
-    levels = [_level_headroom(path, v2) for path, v2 in memory_cgroups(root)]
+    levels = [level_headroom_bytes(path, v2) for path, v2 in memory_cgroups(root)]
     limited = [headroom for headroom in levels if headroom is not None]
     return max(0, min(limited)) if limited else None
 
@@ -230,7 +230,7 @@ def _chain(point: str, below: str | None) -> list[str]:
     return folders
 
 
-def _level_headroom(folder: str, v2: bool) -> int | None:
+def level_headroom_bytes(folder: str, v2: bool) -> int | None:
     """Return limit less use of one cgroup; None if it has no limit, or is gone."""
     if v2:
         # Above memory.high the kernel kills nobody, but slows every allocation to a crawl.

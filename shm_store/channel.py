@@ -67,8 +67,8 @@ _ANCILLARY_BYTES = (
 _DATA_LOST = int(socket.MSG_TRUNC)
 _LOST = _DATA_LOST | int(socket.MSG_CTRUNC)
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_PATH_LIMIT_BYTES = 107
-_SO_PEERPIDFD = 77
+PATH_LIMIT_BYTES = 107
+SO_PEERPIDFD = 77
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Channel:
             ProcessLookupError: the process has ended already.
         """
         try:
-            return self.socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            return self.socket.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         except OSError as error:
             if error.errno in (errno.ESRCH, errno.EINVAL):
                 raise ProcessLookupError("the peer's process has ended") from error
@@ -321,9 +321,9 @@ def _fds_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _check_path(path: str) -> None:
-    if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
+    if len(os.fsencode(path)) > PATH_LIMIT_BYTES:
         raise ArgumentRefused(
-            f"socket path {path!r} is longer than {_PATH_LIMIT_BYTES} bytes",
+            f"socket path {path!r} is longer than {PATH_LIMIT_BYTES} bytes",
             remedy="choose a shorter --socket or WEIGHT_CACHE_SOCKET",
         )
 

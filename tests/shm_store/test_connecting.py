@@ -227,14 +227,14 @@ OLDER_KERNEL = 0x7FFF
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("option", [channel._SO_PEERPIDFD, OLDER_KERNEL])
+@pytest.mark.parametrize("option", [channel.SO_PEERPIDFD, OLDER_KERNEL])
 def test_a_pidfd_tells_when_the_process_that_connected_dies(
     connected: tuple[subprocess.Popen[bytes], Channel],
     monkeypatch: pytest.MonkeyPatch,
     option: int,
 ) -> None:
     """Not before, although the connection may be lost earlier; and it is not inherited."""
-    monkeypatch.setattr(channel, "_SO_PEERPIDFD", option)
+    monkeypatch.setattr(channel, "SO_PEERPIDFD", option)
     process, ours = connected
     pidfd = ours.open_pidfd()
     try:
@@ -247,14 +247,14 @@ def test_a_pidfd_tells_when_the_process_that_connected_dies(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("option", [channel._SO_PEERPIDFD, OLDER_KERNEL])
+@pytest.mark.parametrize("option", [channel.SO_PEERPIDFD, OLDER_KERNEL])
 def test_a_process_that_has_ended_already_is_not_taken_for_alive(
     connected: tuple[subprocess.Popen[bytes], Channel],
     monkeypatch: pytest.MonkeyPatch,
     option: int,
 ) -> None:
     """Newer kernels give a pidfd of it, readable at once; others say that there is none."""
-    monkeypatch.setattr(channel, "_SO_PEERPIDFD", option)
+    monkeypatch.setattr(channel, "SO_PEERPIDFD", option)
     process, ours = connected
     process.kill()
     process.wait()
