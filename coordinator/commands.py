@@ -30,7 +30,7 @@ EXIT_CODES = """\
 \b
 Exit codes:
   0  done
-  1  an error without a class of its own, or an audit that found a difference
+  1  an error without a class of its own, an audit that found a difference, or a doctor's `fail`
   2  wrong arguments, or weights that are in use
   3  the checkpoint file cannot be used
   4  no room, no memory, or not done in time
@@ -520,6 +520,23 @@ def drain(
     with _operator(socket, "drain") as operator:
         operator.drain(timeout_s)
     print("the coordinator has ended")
+
+
+@app.command(cls=PlainCommand)
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Say what this host, container and user allow, and what to do where that is not enough.
+
+    It needs no coordinator and changes nothing. Run it where the coordinator and the workers run:
+    as the same user, in the same container or service. Exit code 1 if something is missing without
+    which weight-cache cannot work; warnings are no failure.
+    """
+    from coordinator.doctor import report
+
+    if not report(socket, json):
+        raise typer.Exit(1)
 
 
 @app.command(cls=PlainCommand)

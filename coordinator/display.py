@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from coordinator.audit import AuditReport, Finding
+    from coordinator.doctor import Diagnosis
 
 LINE_PAUSE_S = 5.0
 """How often a long load says how far it is where there is no terminal to draw a bar on."""
@@ -124,6 +125,19 @@ def show_audit(report: AuditReport) -> None:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
         names = listed(unread, UNREAD_SHOWN)
         print(f"not looked into for lack of permission, and not part of the verdict: {names}")
+
+
+def show_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print what the probes found: a table, with the remedy below each finding that has one."""
+    table = _table("verdict", "probe", "found", folded=("found",))
+    for finding in diagnosis.findings:
+        lines = [plain(finding.found)]
+        if finding.remedy:
+            lines.append(f"-> {plain(finding.remedy)}")
+        table.add_row(finding.verdict, finding.name, "\n".join(lines))
+    _draw(table, sys.stdout)
+    said = [finding.verdict for finding in diagnosis.findings]
+    print(", ".join(f"{said.count(verdict)} {verdict}" for verdict in ("fail", "warn", "ok")))
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
