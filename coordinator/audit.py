@@ -9,14 +9,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
+from coordinator import digests
 from coordinator.device_memory import SIMULATED
-from coordinator.kernel_facts import Facts, Use, collect
+from coordinator.kernel_facts import Facts, Use, collect, segments_of
 from coordinator.operator import Operator
 from shm_store.keys import GenerationId, SessionId
 from shm_store.report import GenerationReport, LeaseReport, StatusReport
@@ -42,6 +44,7 @@ Kind = Literal[
     "unread",
     "uncharged_block",
     "wrong_block",
+    "changed_bytes",
 ]
 
 
@@ -62,6 +65,7 @@ class Finding(msgspec.Struct, frozen=True):
     - `wrong_total`: the use of pool `key` is not the sum of what is in it.
     - `wrong_block`: memory of a simulated device takes other bytes than are charged for it.
     - `uncharged_block`: there is some that nobody is charged for.
+    - `changed_bytes`: `tensor` is not any more what was written when it was filled.
 
     Windows:
 
@@ -83,10 +87,14 @@ class Finding(msgspec.Struct, frozen=True):
     session: int | None = None
     books_bytes: int | None = None
     kernel_bytes: int | None = None
+    tensor: str = ""
 
 
 class AuditReport(msgspec.Struct, frozen=True):
-    """What an audit found. The figures are the ledger's. Fields are stable; more may be added."""
+    """What an audit found. The figures are the ledger's. Fields are stable; more may be added.
+
+    `digested` is of how many generations the bytes were looked at; None if that was not asked for.
+    """
 
     agree: bool
     generations: int
@@ -96,10 +104,14 @@ class AuditReport(msgspec.Struct, frozen=True):
     windows: tuple[Finding, ...]
     copied: tuple[Finding, ...]
     unread: tuple[Finding, ...]
+    digested: int | None = None
 
 
-def audit(operator: Operator) -> AuditReport:
+def audit(operator: Operator, with_bytes: bool = False) -> AuditReport:
     """Compare the ledger with the kernel, charge copied pages, and return what was found.
+
+    Args:
+        with_bytes: look at the bytes of what has digests, too. Reads all of it once.
 
     Raises:
         PeerForbidden: this user may not look into the coordinator.
@@ -123,12 +135,28 @@ def audit(operator: Operator) -> AuditReport:
         if not lasting:
             break
     assert lasting is not None
+    changed, digested = _changed(coordinator, books) if with_bytes else ([], None)
     return replace(
         found,
-        agree=not lasting,
-        differences=tuple(lasting.values()),
+        agree=not lasting and not changed,
+        differences=(*lasting.values(), *changed),
         copied=tuple(charged.values()),
+        digested=digested,
     )
+
+
+def _changed(coordinator: int, books: StatusReport) -> tuple[list[Finding], int]:
+    """Return what is not any more what was written, and how many generations could say so."""
+    key_of = {one.generation: one.key for one in books.generations if one.state == "ready"}
+    found, digested = [], 0
+    for gen, fd in segments_of(coordinator):
+        try:
+            names = digests.changed(fd) if gen in key_of else None
+        finally:
+            os.close(fd)
+        digested += names is not None
+        found += [Finding("changed_bytes", gen, key_of[gen], tensor=name) for name in names or ()]
+    return found, digested
 
 
 def _pages(copy: Finding) -> CopiedPages:

@@ -317,6 +317,9 @@ def load(
             metavar="[PATTERN=]DTYPE", help="Cast floating-point tensors; can be repeated."
         ),
     ] = None,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Have digests made, for audit --bytes.")
+    ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Protect it from eviction.")] = False,
     timeout: Annotated[
         float,
@@ -334,7 +337,7 @@ def load(
     if not source:
         raise ArgumentRefused("load takes the path of a file, not an empty one")
     timeout_s = _seconds("--timeout", timeout)
-    reading = parse_reading(only or (), rename or (), dtype or ())
+    reading = parse_reading(only or (), rename or (), dtype or (), digest)
     started_s = time.monotonic()
     with _operator(socket, "load") as operator:
         opened = open_checkpoint(source)
@@ -483,6 +486,9 @@ def limit(
 @app.command(cls=PlainCommand)
 def audit(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    bytes_: Annotated[
+        bool, typer.Option("--bytes", help="Look at all weights that have digests, too.")
+    ] = False,
     socket: Socket = None,
 ) -> None:
     """Compare what is held with what the kernel says, and exit with 1 if they differ.
@@ -492,7 +498,7 @@ def audit(
     from coordinator.audit import audit as look
 
     with _operator(socket, "audit") as operator:
-        report = look(operator)
+        report = look(operator, bytes_)
     if json:
         import msgspec
 

@@ -121,6 +121,8 @@ def show_audit(report: AuditReport) -> None:
         _draw(findings_table(found), sys.stdout)
     if report.copied:
         print("copied pages are charged from now on, to the process that has written to them")
+    if report.digested is not None:
+        print(f"the bytes of {_counted(report.digested, 'generation')} with digests were looked at")
     if report.unread:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
         names = listed(unread, UNREAD_SHOWN)
@@ -157,7 +159,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         process = "-" if finding.pid is None else f"pid {finding.pid} ({plain(finding.process)})"
         table.add_row(
             finding.kind.replace("_", " "),
-            plain(finding.key) or "-",
+            plain(": ".join(filter(None, (finding.key, finding.tensor)))) or "-",
             plain(short_generation(finding.generation)) if finding.generation else "-",
             _cut(process),
             *("-" if size is None else _short_size(size) for size in sizes),

@@ -200,6 +200,21 @@ def _look_into(pid: int, segments: _Segments) -> list[Use]:
     return list(found.values())
 
 
+def segments_of(coordinator: int) -> Iterator[tuple[GenerationId, int]]:
+    """Give each host segment that a coordinator has, and an fd of it, the caller's to close."""
+    folder = f"/proc/{coordinator}/fd"
+    for number in os.listdir(folder):
+        try:
+            target = os.readlink(f"{folder}/{number}")
+            name = target.removeprefix(_NAME).partition(" ")[0]
+            if not target.startswith(_NAME) or name in (WORDS, ABOUT) or ":" in name:
+                continue
+            fd = os.open(f"{folder}/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # closed while we looked
+        yield GenerationId(name), fd
+
+
 def _segment_fds(pid: int) -> Iterator[tuple[_Inode, str, int]]:
     """Give the inode, the name and the memory of each segment that a process has an fd of."""
     folder = f"/proc/{pid}/fd"

@@ -45,6 +45,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from coordinator import digests
 from coordinator.formats import read_contents
 from coordinator.local_file import check_unchanged, opened
 from coordinator.pump import Meter
@@ -52,6 +53,7 @@ from shm_store.channel import Channel, close_all
 from shm_store.errors import (
     ConnectionLost,
     FillFailed,
+    PlatformUnsupported,
     ProtocolViolation,
     SourceError,
     SourceUnsupported,
@@ -189,7 +191,10 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
             source=fetch.source,
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error
-    size_bytes = segment_bytes(len(contents.manifest), contents.data_bytes)
+    manifest = contents.manifest
+    if fetch.reading.digest:
+        manifest = _reserve_digests(manifest, fetch.source)
+    size_bytes = segment_bytes(len(manifest), contents.data_bytes)
     _send(channel, Reserve(fetch.gen, size_bytes))
     segment_fd = _receive_space(channel)
     try:
@@ -197,13 +202,23 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
             contents.filled_bytes,
             lambda done, total: _send(channel, Progress(fetch.gen, done, total)),
         )
-        data_start = write_manifest(segment_fd, contents.manifest)
+        data_start = write_manifest(segment_fd, manifest)
         contents.fill(segment_fd, data_start, meter)
         meter.finish()
+        if fetch.reading.digest:
+            digests.write(segment_fd, manifest)
     finally:
         os.close(segment_fd)
     check_unchanged(fetch, fds)
     _send(channel, Commit(fetch.gen))
+
+
+def _reserve_digests(manifest: bytes, source: str) -> bytes:
+    try:
+        return digests.reserve(manifest)
+    except PlatformUnsupported as error:
+        text = f"{source}: {error.message}"
+        raise SourceUnsupported(text, source=source, remedy=error.remedy) from error
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -27,7 +27,9 @@ DTYPES = {
 """Names that people know, beside our own (`bf16`, `f16`)."""
 
 
-def parse_reading(only: Iterable[str], rename: Iterable[str], dtype: Iterable[str]) -> Reading:
+def parse_reading(
+    only: Iterable[str], rename: Iterable[str], dtype: Iterable[str], digest: bool
+) -> Reading:
     """Return what the options of `weight-cache load` ask for.
 
     Args:
@@ -40,7 +42,7 @@ def parse_reading(only: Iterable[str], rename: Iterable[str], dtype: Iterable[st
     """
     renamed = [_cut("--rename", text, "OLD=NEW") for text in rename]
     casts = [_cut("--dtype", text if "=" in text else f"*={text}", "DTYPE") for text in dtype]
-    reading = [list(only), renamed, [(pattern, _dtype(name)) for pattern, name in casts]]
+    reading = [list(only), renamed, [(pattern, _dtype(name)) for pattern, name in casts], digest]
     try:
         return msgspec.convert(reading, Reading)
     except msgspec.ValidationError as error:

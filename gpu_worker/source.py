@@ -40,12 +40,15 @@ class Source:
         dtype: of floating-point tensors: a `torch.dtype`, or by a pattern of names in the file the
             dtype of what matches it, None for that of the file. The first that matches counts.
             What a cast gives is what `Tensor.to` gives. Other tensors stay what they are.
+        digest: have digests of the bytes in memory made by whoever loads them, for `weight-cache
+            audit --bytes`. Needs the extra `digest`.
     """
 
     location: str | os.PathLike[str]
     name_filter: str | Iterable[str] | None = None
     rename: Mapping[str, str] | None = None
     dtype: torch.dtype | str | Mapping[str, torch.dtype | str | None] | None = None
+    digest: bool = False
 
     def reading(self) -> Reading:
         """Return what of this travels.
@@ -57,7 +60,7 @@ class Source:
         wanted = (filters,) if isinstance(filters, str) else tuple(filters or ())
         casts = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
         rules = [] if self.dtype is None else [(name, _named(to)) for name, to in casts.items()]
-        reading = [wanted, list((self.rename or {}).items()), rules]
+        reading = [wanted, list((self.rename or {}).items()), rules, self.digest]
         try:
             return msgspec.convert(reading, Reading) if any(reading) else AS_IT_IS
         except (msgspec.ValidationError, TypeError) as error:

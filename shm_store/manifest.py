@@ -55,10 +55,14 @@ class GroupEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """Everything needed to rebuild the state dict, in its order."""
+    """Everything needed to rebuild the state dict, in its order.
+
+    `digests` are of the groups' bytes, one after the other, where they were asked for.
+    """
 
     tensors: tuple[TensorEntry, ...]
     groups: tuple[GroupEntry, ...]
+    digests: bytes = b""
 
 
 class Preamble(msgspec.Struct, frozen=True, array_like=True):

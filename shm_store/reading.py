@@ -47,11 +47,14 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
             counts.
         dtypes: pairs of a pattern of names in the file and a dtype, or "" for that of the file. The
             first that matches counts, for floating-point tensors; others keep what they are.
+        digest: have digests of the bytes in memory made, for `weight-cache audit --bytes`. Whether
+            there are any makes no other weights.
     """
 
     name_filter: Annotated[tuple[Pattern, ...], _Rules] = ()
     rename: Annotated[tuple[tuple[Prefix, Prefix], ...], _Rules] = ()
     dtypes: Annotated[tuple[tuple[Pattern, DtypeName], ...], _Rules] = ()
+    digest: bool = False
 
     def keeps(self) -> Callable[[str], bool]:
         """Return what says whether a tensor of the file is wanted."""

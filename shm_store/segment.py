@@ -181,12 +181,21 @@ def check_manifest(fd: int) -> None:
     Raises:
         SegmentRefused: its length lies, or it cannot be read.
     """
+    manifest_of(fd)
+
+
+def manifest_of(fd: int) -> tuple[Manifest, int]:
+    """Return the manifest of a segment that is not mapped, and where its tensor bytes begin.
+
+    Raises:
+        SegmentRefused: its length lies, or it cannot be read.
+    """
     start = PREAMBLE_BYTES + MANIFEST_LENGTH_BYTES
     packed = os.pread(fd, MANIFEST_LENGTH_BYTES, PREAMBLE_BYTES)
     length = _LENGTH.unpack(packed)[0] if len(packed) == MANIFEST_LENGTH_BYTES else 0
     if not 0 < length <= os.fstat(fd).st_size - start:
         raise SegmentRefused(f"a manifest of {length} bytes is not in its segment")
-    decode_manifest(os.pread(fd, length, start))
+    return decode_manifest(os.pread(fd, length, start)), data_start(length)
 
 
 def backed_bytes(fd: int) -> int:

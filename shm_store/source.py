@@ -14,6 +14,7 @@ import stat
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from shm_store.errors import SourceNotOpened
 from shm_store.keys import Fingerprint
@@ -105,6 +106,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 def _options(reading: Reading, names: Sequence[str]) -> str:
     """Return what a fingerprint says of how files are read; nothing for one read as it is."""
+    reading = replace(reading, digest=False)
     pickled = any(name.endswith(PICKLE_SUFFIXES) for name in names)
     if reading == AS_IT_IS and not pickled:
         return ""

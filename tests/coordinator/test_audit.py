@@ -291,6 +291,7 @@ def test_the_json_has_the_documented_fields():
         "windows",
         "copied",
         "unread",
+        "digested",
     ]
     assert list(report["differences"][0]) == [
         "kind",
@@ -301,4 +302,5 @@ def test_the_json_has_the_documented_fields():
         "session",
         "books_bytes",
         "kernel_bytes",
+        "tensor",
     ]
