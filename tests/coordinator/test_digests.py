@@ -64,7 +64,7 @@ def test_what_is_missing_to_make_them_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(PlatformUnsupported, match=r"xxhash.*shm-weight-cache\[digest\]"):
         digests.reserve(encode_manifest(Manifest((), ())))
-    with pytest.raises(SourceUnsupported, match="a.safetensors: digests need") as refused:
+    with pytest.raises(SourceUnsupported, match="digests need the package") as refused:
         loader._reserve_digests(encode_manifest(Manifest((), ())), "a.safetensors")
     assert "digest" in refused.value.remedy
 
