@@ -10,6 +10,7 @@ from coordinator import operator as operator_module
 from coordinator.operator import Known, Operator
 from shm_store import channel
 from shm_store.channel import Channel
+from shm_store.checkpoint_files import Opened
 from shm_store.errors import (
     ArgumentRefused,
     BudgetExceeded,
@@ -21,6 +22,7 @@ from shm_store.errors import (
     VersionMismatch,
 )
 from shm_store.keys import GenerationId, Key, LeaseId, RequestId
+from shm_store.reading import AS_IT_IS
 from shm_store.report import GenerationReport, LeaseReport, StatusReport
 from shm_store.wire import (
     VERSION,
@@ -147,7 +149,9 @@ def test_a_granted_load_reports_progress_and_keeps_no_fd(ends, some_fd):
     coordinator.say(Filling(RequestId(1), 10, 10))
     coordinator.say(Grant(RequestId(1), GenerationId("g1")), (some_fd,))
     seen = []
-    granted = operator.acquire(KEY, "path", some_fd, 3.0, lambda done, total: seen.append(done))
+    granted = operator.acquire(
+        KEY, Opened("path", (some_fd,)), AS_IT_IS, 3.0, lambda done, total: seen.append(done)
+    )
 
     assert (granted.gen, granted.lease, granted.size_bytes) == ("g1", 1, 4096)
     assert seen == [5, 10]
@@ -167,7 +171,7 @@ def test_a_grant_needs_exactly_one_fd(ends, some_fd, fds):
     before = open_fds()
     coordinator.say(Grant(RequestId(1), GenerationId("g1")), (some_fd,) * fds)
     with pytest.raises(ProtocolViolation, match=f"{fds} fds"):
-        operator.acquire(KEY, "path", some_fd, 3.0)
+        operator.acquire(KEY, Opened("path", (some_fd,)), AS_IT_IS, 3.0)
     assert open_fds() == before
 
 
@@ -224,7 +228,7 @@ def test_a_load_that_stands_still_hears_why_until_it_knows(ends, some_fd, monkey
     quiet = iter([False, False])
     monkeypatch.setattr(operator_module, "_readable", lambda *_: next(quiet))
     coordinator.say(Report(RequestId(2), reports[0]))
-    granted = operator.acquire(KEY, "path", some_fd, 3.0, on_wait=on_wait)
+    granted = operator.acquire(KEY, Opened("path", (some_fd,)), AS_IT_IS, 3.0, on_wait=on_wait)
 
     assert granted.lease == 1 and heard == reports
     coordinator.resume()
@@ -244,7 +248,14 @@ def test_a_fill_that_has_begun_needs_no_explanation(ends, some_fd, monkeypatch):
     coordinator.say(Filling(RequestId(1), 5, 10))
     coordinator.say(Grant(RequestId(1), GenerationId("g1")), (some_fd,))
     seen = []
-    operator.acquire(KEY, "path", some_fd, 3.0, lambda *done: seen.append(done), lambda _: False)
+    operator.acquire(
+        KEY,
+        Opened("path", (some_fd,)),
+        AS_IT_IS,
+        3.0,
+        lambda *done: seen.append(done),
+        lambda _: False,
+    )
     assert seen == [(5, 10)]
 
 
