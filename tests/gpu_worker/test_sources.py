@@ -13,7 +13,7 @@ import gpu_worker
 from gpu_worker import Source
 from shm_store.errors import ArgumentRefused, SourceError, SourceMalformed, SourceNotOpened
 from tests.gpu_worker.served import leases
-from tests.processes import fds_of, running
+from tests.processes import fds_of, running, write_safetensors
 
 pytestmark = pytest.mark.process
 
@@ -207,3 +207,13 @@ def test_a_module_of_other_tensors_takes_the_place_of_the_first(worker, key, tmp
     for number in (1, 2, 1):
         with worker.use(key, skeleton=skeleton, source=part(number)) as module:
             assert torch.equal(module.weight, torch.full((2, 3), float(number)))
+
+
+def test_a_hundred_thousand_tensors_with_names_of_all_kinds(worker, key, tmp_path):
+    """Each is one byte; the names have every plane of Unicode, white space, and NUL."""
+    letters = ["a", "é", "漢", "🦊", "\0", "\n", '"', "\\", "\u200d", "."]
+    names = [f"{number}{letters[number % len(letters)]}" for number in range(100_000)]
+    tensors = {name: ("U8", [1], bytes([number % 256])) for number, name in enumerate(names)}
+    state = worker.state_dict(key, source=write_safetensors(tmp_path / "many", tensors))
+    assert list(state) == names
+    assert torch.cat(list(state.values())).tolist() == [number % 256 for number in range(100_000)]
