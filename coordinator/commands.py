@@ -269,9 +269,10 @@ def status(
 
     Charged is what is taken from a pool's limit, whether anybody uses it or not. A generation is
     named by the end of its id, `#1a`. States: open, its size is not known yet; reserved, charged,
-    and the kernel is asked for memory; filling; ready; retired, replaced or invalidated but still
-    held; freeing. "waiting" counts the requests that wait for it, "waiting for" the keys that a
-    process waits for. Ready weights that nobody holds are retained: kept warm until room is needed.
+    and the kernel is asked for memory; filling, with how far that is, how fast of late, and how
+    long it takes if it goes on so; ready; retired, replaced or invalidated but still held; freeing.
+    "waiting" counts the requests that wait for it, "waiting for" the keys that a process waits for.
+    Ready weights that nobody holds are retained: kept warm until room is needed.
 
     What is on a device is a process's own: there, or waiting for room, or reserved without a model;
     or shared: one copy for all (share_vram), which has the states above while it comes and goes.

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from shm_store.errors import WeightCacheError, holders_text, listed
 from shm_store.keys import short_generation
+from shm_store.pace import Pace
 from shm_store.report import (
+    FillReport,
     GenerationReport,
     LeaseReport,
     ModelReport,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 LINE_PAUSE_S = 5.0
 """How often a long load says how far it is where there is no terminal to draw a bar on."""
+
+BAR_COLUMNS = 24
 
 PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
@@ -182,7 +186,9 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     """Return a table of generations and who holds them: pids, whose names `sessions_table` has."""
     waited_for = any(generation.waiting for generation in generations)
     columns = ["key", "generation", "state", "size", "held by"]
-    table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key",))
+    # "filling ..." is long, and may go over lines.
+    filling = ["state"] if any(generation.fill for generation in generations) else []
+    table = _table(*columns, *(["waiting"] if waited_for else []), folded=("key", *filling))
     for generation in generations:
         holders = [_lease_text(lease) for lease in generation.leases]
         if generation.filled_by is not None:
@@ -210,7 +216,31 @@ def _state_text(generation: GenerationReport) -> str:
         return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []
     marks += ["pinned"] if generation.pinned else []
-    return ", ".join([plain(generation.state), *marks])
+    state = fill_text(generation.fill) if generation.fill else plain(generation.state)
+    return ", ".join([state, *marks])
+
+
+def fill_text(fill: FillReport) -> str:
+    """Say how far a fill is: "filling 1.2 of 4.0 GiB, 850 MiB/s, 3 s left"."""
+    if not fill.total_bytes:
+        return f"filling for {_age_text(fill.elapsed_s)}"
+    share = _share_text(fill.done_bytes, fill.total_bytes)
+    return f"filling {share}{_pace_text(fill.bytes_per_s, fill.left_s)}"
+
+
+def _share_text(done_bytes: int, total_bytes: int) -> str:
+    """Return a part and the whole, the unit once if it is the same: "1.2 of 4.0 GiB"."""
+    done, total = size_text(done_bytes), size_text(total_bytes)
+    number, unit = done.split()
+    return f"{number if total.split()[1] == unit else done} of {total}"
+
+
+def _pace_text(bytes_per_s: float, left_s: float | None) -> str:
+    """Return what follows a share: how fast it goes, and how long it takes, as far as is known."""
+    if bytes_per_s < 1:
+        return ""
+    left = "" if not left_s else f", {_age_text(max(1.0, left_s))} left"
+    return f", {_short_size(round(bytes_per_s))}/s{left}"
 
 
 def sessions_table(report: StatusReport) -> Table:
@@ -274,6 +304,9 @@ def waiting_text(report: StatusReport, key: str, size_bytes: int) -> str | None:
     if state == "reserved":
         return "waiting for the kernel to provide its memory"
     pool = next((pool for pool in report.pools if pool.name == pool_name), None)
+    fill = running[-1].fill
+    if fill is not None and fill.total_bytes:
+        return f"waiting for another process to fill it: {fill_text(fill)}"
     if state == "filling" or pool is None:
         return "waiting for another process to fill it"
     free_bytes = max(0, pool.limit_bytes - pool.in_use_bytes)
@@ -378,6 +411,7 @@ class LoadProgress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._said_s = clock()
+        self._pace: Pace | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -394,17 +428,23 @@ class LoadProgress:
             self._bar.stop()
 
     def update(self, done_bytes: int, total_bytes: int) -> None:
-        if self._stream.isatty():
-            self._draw_bar(done_bytes, total_bytes)
-            return
         now_s = self._clock()
+        if self._pace is None or done_bytes < self._pace.seen_bytes:
+            self._pace = Pace(now_s, done_bytes)  # the first word, or of a fill that is begun anew
+        else:
+            self._pace.came_to(done_bytes, now_s)
+        speed = self._pace.bytes_per_s(now_s)
+        pace = _pace_text(speed, self._pace.left_s(total_bytes, now_s))
+        if self._stream.isatty():
+            self._draw_bar(done_bytes, total_bytes, pace)
+            return
         if now_s - self._said_s >= LINE_PAUSE_S:
             self._said_s = now_s
             share = done_bytes * 100 // max(total_bytes, 1)
             done, total = size_text(done_bytes), size_text(total_bytes)
-            say(f"loading {self._key}: {done} of {total} ({share} %)")
+            say(f"loading {self._key}: {done} of {total} ({share} %){pace}")
 
-    def _draw_bar(self, done_bytes: int, total_bytes: int) -> None:
+    def _draw_bar(self, done_bytes: int, total_bytes: int, pace: str) -> None:
         if self._bar is None or self._task is None:
             from rich import progress
             from rich.console import Console
@@ -414,13 +454,16 @@ class LoadProgress:
             # No thread of its own: it is drawn when something has changed.
             self._bar = progress.Progress(
                 label,
-                progress.BarColumn(),
+                progress.BarColumn(bar_width=BAR_COLUMNS),
                 progress.DownloadColumn(binary_units=True),
-                progress.TransferSpeedColumn(),
+                progress.TextColumn("{task.fields[pace]}", markup=False),
                 console=Console(file=self._stream),
                 auto_refresh=False,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=total_bytes)
-        self._bar.update(self._task, completed=done_bytes, total=total_bytes, refresh=True)
+            self._task = self._bar.add_task("", total=total_bytes, pace="")
+        pace = pace.removeprefix(", ")
+        self._bar.update(
+            self._task, completed=done_bytes, total=total_bytes, pace=pace, refresh=True
+        )

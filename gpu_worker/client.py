@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gpu_worker.fill_meter import FillMeter
 from gpu_worker.leases import Holder
 from gpu_worker.reentry import free_after_fork, owned, refuse_reentry
 from gpu_worker.request import Ask, Build, Charge, Granted, Progress, Request
@@ -170,7 +171,7 @@ class Client:
         Args:
             timeout_s: how long to wait for others; the caller's own `build` does not count. None
                 leaves it to the coordinator, which waits as long as there is progress.
-            progress: called while somebody else fills. What it raises gives the request up.
+            progress: called while anybody fills. What it raises gives the request up.
 
         Raises:
             WeightCacheError: of any branch. Whatever is raised, `build`'s own exceptions and
@@ -563,7 +564,20 @@ class Client:
     def _fill(self, request: Request, plan: publish.Plan) -> None:
         from gpu_worker import publish
 
-        publish.fill(request.fds[0], plan)
+        meter = FillMeter(plan.left_bytes, functools.partial(self._came_to, request, request.gen))
+        publish.fill(request.fds[0], plan, meter.add)
+        meter.finish()
+
+    def _came_to(
+        self, request: Request, gen: GenerationId | None, done_bytes: int, total_bytes: int
+    ) -> None:
+        """Tell everybody how far this process has filled `gen`, who asked here first of all."""
+        with self._lock:
+            if gen is not None and request.gen == gen:
+                self._connection.post(wire.Progress(gen, done_bytes, total_bytes))
+        if request.progress is not None:
+            request.progress(done_bytes, total_bytes)
+            refuse_fork(request.pid)
 
     def _wait_for_keeper(self, done: queue.SimpleQueue[None], timeout_s: float) -> None:
         for step_s in steps(timeout_s, os.getpid()):

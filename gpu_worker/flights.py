@@ -18,7 +18,9 @@ import os
 import threading
 from dataclasses import dataclass, field
 
+from gpu_worker.fill_meter import PAUSE_S
 from gpu_worker.records import Held
+from gpu_worker.request import Progress
 from gpu_worker.waits import steps
 from shm_store.errors import CallerError, LoadTimeout
 from shm_store.keys import GenerationId, Key
@@ -28,6 +30,7 @@ from shm_store.keys import GenerationId, Key
 class Flight:
     """One thread's load of one key. `in_skeleton` while it builds the module.
 
+    `came_to` is how far the fill is that it waits for, in bytes and of how many, if known.
     Its owner sets `over` in a `finally`, in front of any call, and then has it landed.
     """
 
@@ -37,6 +40,17 @@ class Flight:
     landed: threading.Event = field(default_factory=threading.Event)
     in_skeleton: bool = False
     over: bool = False
+    came_to: tuple[int, int] | None = None
+
+    def telling(self, progress: Progress | None) -> Progress:
+        """Return what notes here how far the fill is, and tells `progress`."""
+
+        def told(done_bytes: int, total_bytes: int) -> None:
+            self.came_to = done_bytes, total_bytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+
+        return told
 
 
 class Flights:
@@ -69,8 +83,11 @@ class Flights:
             if not flight.over
         )
 
-    def wait(self, flight: Flight, left_s: float | None) -> None:
+    def wait(self, flight: Flight, left_s: float | None, progress: Progress | None = None) -> None:
         """Wait until another thread's flight has landed, however that ended.
+
+        Args:
+            progress: called meanwhile with what the flight `came_to`. What it raises ends the wait.
 
         Raises:
             CallerError: it waits for this thread, so neither would ever end.
@@ -86,8 +103,14 @@ class Flights:
                         raise CallerError(f"the load of {step.key!r} waits for itself")
                     step = self._waits.get(step.thread)
                 self._waits[thread] = flight
-            for step_s in steps(left_s, os.getpid()):
-                if flight.over or flight.landed.wait(step_s):
+            told: tuple[int, int] | None = None
+            for step_s in steps(left_s, os.getpid(), None if progress is None else PAUSE_S):
+                landed = flight.over or flight.landed.wait(step_s)
+                came_to = flight.came_to
+                if progress is not None and came_to is not None and came_to != told:
+                    told = came_to
+                    progress(*told)
+                if landed:
                     return
             raise LoadTimeout(f"{flight.key!r} was not ready in time: another thread loads it")
         finally:

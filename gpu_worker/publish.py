@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,12 @@ from shm_store.manifest import (
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
+STEP_BYTES = 32 * 1024 * 1024
+"""So much is written between two words about it."""
+
+Written = Callable[[int], object]
+"""Hears how many bytes more are written."""
+
 _RENAME = "name every tensor by a text"
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -50,16 +56,16 @@ class Span:
     start_bytes: int
     size_bytes: int
 
-    def write(self, fd: int, offset_bytes: int) -> None:
+    def write(self, fd: int, offset_bytes: int, written: Written) -> None:
         """Write the bytes at `offset_bytes`, from where they are if this is the CPU's memory."""
         if self.storage.device.type == "cpu":
             address = self.storage.data_ptr() + self.start_bytes
-            _write_memory(fd, address, self.size_bytes, offset_bytes)
+            _write_memory(fd, address, self.size_bytes, offset_bytes, written)
             return
         window = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         window.set_(self.storage, self.start_bytes, (self.size_bytes,), (1,))
         local = window.cpu()
-        _write_memory(fd, local.data_ptr(), self.size_bytes, offset_bytes)
+        _write_memory(fd, local.data_ptr(), self.size_bytes, offset_bytes, written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,13 @@ class Gathered:
     strides: tuple[int, ...]
     size_bytes: int
 
-    def write(self, fd: int, offset_bytes: int) -> None:
+    def write(self, fd: int, offset_bytes: int, written: Written) -> None:
         """Copy the elements together, then write them at `offset_bytes`."""
         with torch.no_grad():
             bits = _BITS[self.tensor.itemsize]
             dense = torch.empty_strided(self.tensor.shape, self.strides, dtype=bits, device="cpu")
             dense.copy_(self.tensor.resolve_conj().resolve_neg().view(bits))
-        _write_memory(fd, dense.data_ptr(), self.size_bytes, offset_bytes)
+        _write_memory(fd, dense.data_ptr(), self.size_bytes, offset_bytes, written)
 
 
 Group = Span | Gathered
@@ -91,6 +97,11 @@ class Plan:
     """Of the whole segment, to be reserved."""
     groups: list[tuple[int, Group]] = field(repr=False)
     """Each with its offset in the tensor bytes."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What is still to be written of them."""
+        return sum(group.size_bytes for _, group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +167,14 @@ def plan(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Plan:
     return Plan(manifest, segment_bytes(len(manifest), data_bytes), placed)
 
 
-def fill(fd: int, plan: Plan) -> None:
+def fill(fd: int, plan: Plan, written: Written = lambda size_bytes: None) -> None:
     """Write the manifest and all tensors into the segment that was reserved for `plan`.
 
     Uses the plan up: each source is let go once it is written, all of them if this raises.
 
     Args:
         fd: the segment, backed; stays the caller's.
+        written: called here, with the size of each step; what it raises ends the fill.
 
     Raises:
         SegmentRefused: the segment has another size than the plan; nothing was written.
@@ -179,7 +191,7 @@ def fill(fd: int, plan: Plan) -> None:
         while plan.groups:
             offset_bytes, group = plan.groups.pop()
             if group.size_bytes:
-                group.write(fd, start + offset_bytes)
+                group.write(fd, start + offset_bytes, written)
     finally:
         plan.groups.clear()
 
@@ -347,7 +359,12 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _write_memory(fd: int, address: int, size_bytes: int, offset_bytes: int) -> None:
+def _write_memory(
+    fd: int, address: int, size_bytes: int, offset_bytes: int, written: Written
+) -> None:
     """Write this process's memory into a segment. Whoever calls keeps the memory."""
-    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    segment.write_at(fd, memoryview(memory), offset_bytes)
+    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(address))
+    for done_bytes in range(0, size_bytes, STEP_BYTES):
+        step = memory[done_bytes : done_bytes + STEP_BYTES]
+        segment.write_at(fd, step, offset_bytes + done_bytes)
+        written(len(step))

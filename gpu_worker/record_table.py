@@ -169,7 +169,7 @@ class RecordTable:
                 left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
                 if flight is mine:
                     return self._load(claim, wish, left_s, mine)
-                self._flights.wait(flight, left_s)
+                self._flights.wait(flight, left_s, wish.progress)
         finally:
             mine.over = True  # first, see the note in `flights`
             self._flights.land(mine)
@@ -392,7 +392,7 @@ class RecordTable:
         if wish.private:
             gen, assembled = self._load_private(wish, timeout_s)
         else:
-            granted = self.client.acquire(wish.ask, timeout_s, wish.progress)
+            granted = self.client.acquire(wish.ask, timeout_s, flight.telling(wish.progress))
             gen, weights = granted.gen, granted.buffer
             with self._lock:
                 record = self._records.adopt(key, gen, wish.origin, claim, whose)

@@ -31,7 +31,7 @@ Build = Callable[[], "torch.nn.Module | Mapping[str, torch.Tensor]"]
 """Makes the weights, in the thread that loads them, if this process is the one that has to."""
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes filled so far and in all, in the thread that waits."""
+"""Called with the bytes filled so far and in all, in the thread that waits or fills."""
 
 
 @dataclass(frozen=True, slots=True)

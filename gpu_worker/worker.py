@@ -169,8 +169,10 @@ class Worker:
                 it whenever `build` is to run again, or the URL to be read again.
             timeout: seconds to wait for others; the time in `build` does not count. None waits as
                 long as there is progress, and 300 s where there is none, as for room.
-            progress: called with (bytes filled, bytes in all) while another process fills. What it
-                raises gives the request up.
+            progress: called with (bytes filled, bytes in all) while the weights are filled in, by
+                whichever process: some four times a second, and when all is there. In this thread,
+                and not at all where they are there already. Where a fill is begun anew, so are the
+                figures. What it raises gives the request up.
 
         Raises:
             KeyRefused, ArgumentRefused: before anything was asked.

@@ -21,6 +21,20 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """What it was asked to let go for: "room", "stale", or nothing."""
 
 
+class FillReport(msgspec.Struct, frozen=True):
+    """How far a fill is."""
+
+    done_bytes: int
+    total_bytes: int
+    """0 until its filler has said how far it is."""
+    elapsed_s: float
+    """Since it was begun."""
+    bytes_per_s: int = 0
+    """About, of late; 0 before anything is known."""
+    left_s: float | None = None
+    """Until all is there, if it goes on like that; None if that cannot be told."""
+
+
 class GenerationReport(msgspec.Struct, frozen=True):
     """One generation: what it is, what it costs, and who holds it."""
 
@@ -40,6 +54,8 @@ class GenerationReport(msgspec.Struct, frozen=True):
     """Memory of those that lease it alone, outside of any segment."""
     fixed: bool = False
     """It is never asked for: its process keeps it until it wants it no more."""
+    fill: FillReport | None = None
+    """How far it is, while it is filled."""
 
 
 class PoolReport(msgspec.Struct, frozen=True):

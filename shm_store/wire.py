@@ -298,11 +298,8 @@ class Flush(Message, frozen=True):
     rid: RequestId
 
 
-# --- loader -> coordinator (beside Reserve, Commit, Abort) ----------------------------------------
-
-
 class Progress(Message, frozen=True):
-    """So many bytes of the segment are filled. From a loader; passed on to those who wait."""
+    """So many bytes of the segment are filled. From the owner; passed on to others who wait."""
 
     gen: GenerationId
     done_bytes: CountBytes
@@ -414,7 +411,7 @@ class Fail(Message, frozen=True):
 
 
 class Filling(Message, frozen=True):
-    """How far the fill is that request `rid` waits for."""
+    """How far the fill of another is that request `rid` waits for."""
 
     rid: RequestId
     done_bytes: CountBytes
@@ -464,7 +461,18 @@ class Fetch(Message, frozen=True):
 
 Held = HeldMap | HeldOnDevice | HeldFill | HeldCharge | Declare
 FromWorker = (
-    Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+    Declare
+    | Counts
+    | Acquire
+    | Charge
+    | Cancel
+    | Reserve
+    | Progress
+    | Commit
+    | Abort
+    | Release
+    | Ack
+    | Flush
 )
 FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort

@@ -107,7 +107,7 @@ def _said(turn: Turn, event: Said) -> None:
     message = event.message
     if session is None:
         return
-    unnumbered = Cancel | Reserve | Commit | Abort | Release | Ack | Declare | Counts
+    unnumbered = Cancel | Reserve | Progress | Commit | Abort | Release | Ack | Declare | Counts
     if not isinstance(message, unnumbered):
         if message.rid <= session.last_rid:
             return
@@ -127,7 +127,7 @@ def _said(turn: Turn, event: Said) -> None:
             lifecycle.ack(turn, session.id, message)
         case Cancel():
             admission.cancel(turn, session.id, message)
-        case Reserve() | Commit() | Abort():
+        case Reserve() | Progress() | Commit() | Abort():
             _owner_said(turn, session.id, message)
         case Flush(rid):
             operators.flush(turn, session.id, rid)

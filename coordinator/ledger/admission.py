@@ -111,6 +111,8 @@ def seat(turn: Turn, request: Request, *, doomed: bool, deaths: int) -> Generati
     running = ledger.filling(request.home)
     if running is not None and running.fingerprint == request.fingerprint:
         turn.ask(request, running)
+        if running.total_bytes:
+            turn.tell(request, running)
         return running
     # One that is seated again beside a newer fill serves those who asked for it, and then retires.
     doomed = doomed or running is not None

@@ -19,13 +19,13 @@ from coordinator.ledger.state import (
 from coordinator.ledger.turn import Turn
 from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
 from shm_store.keys import GenerationId, Key, SessionId, version_fingerprint
+from shm_store.pace import Pace
 from shm_store.wire import (
     NO_GENERATION,
     RAM,
     Abort,
     Ack,
     Declare,
-    Filling,
     Progress,
     Release,
     Space,
@@ -41,6 +41,7 @@ def backed(turn: Turn, generation: Generation) -> None:
     """The pages are there: the owner may fill them."""
     turn.move(generation, State.FILLING)
     generation.progressed_s = turn.now_s
+    generation.pace = Pace(turn.now_s)
     if isinstance(generation.owner, Request):
         turn.send(generation.owner.session, Space(generation.id), generation.id)
     else:
@@ -54,13 +55,24 @@ def backing_refused(turn: Turn, generation: Generation, event: BackingRefused) -
 
 
 def progress(turn: Turn, generation: Generation, message: Progress) -> None:
-    """A loader came further: those who wait are told, and their deadlines start anew."""
-    if generation.state is not State.FILLING or message.done_bytes <= generation.filled_bytes:
+    """The owner came further: others who wait are told, and their deadlines start anew.
+
+    What is behind what was said, more than all, or later than COMMIT changes nothing.
+    """
+    done_bytes, total_bytes = message.done_bytes, message.total_bytes
+    if generation.state is not State.FILLING or generation.sealing:
         return
-    generation.filled_bytes = message.done_bytes
+    if not generation.filled_bytes < done_bytes <= total_bytes:
+        return
+    if generation.pace is None:
+        generation.pace = Pace(turn.now_s, done_bytes)
+    else:
+        generation.pace.came_to(done_bytes, turn.now_s)
+    generation.filled_bytes, generation.total_bytes = done_bytes, total_bytes
     generation.progressed_s = turn.now_s
     for request in generation.askers.values():
-        turn.send(request.session, Filling(request.rid, message.done_bytes, message.total_bytes))
+        if request is not generation.owner:
+            turn.tell(request, generation)
 
 
 def commit(turn: Turn, generation: Generation) -> None:
@@ -90,6 +102,7 @@ def sealed(turn: Turn, generation: Generation) -> None:
         if generation.pool == RAM:
             retire_copies(turn, generation.key, but=generation.id)
     generation.filled_bytes = generation.size_bytes
+    generation.pace = None
     generation.idle_s = turn.now_s
     for request in list(generation.askers.values()):
         turn.grant(request, generation)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from coordinator.ledger.state import Generation, Ledger, State
 from shm_store.keys import start_id
+from shm_store.pace import Pace
 from shm_store.report import (
+    FillReport,
     GenerationReport,
     LeaseReport,
     PoolReport,
@@ -37,6 +39,20 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         filled_by=ledger.owner_pid(generation),
         private=generation.private,
         fixed=generation.fixed,
+        fill=_fill_report(generation, now_s) if generation.state is State.FILLING else None,
+    )
+
+
+def _fill_report(generation: Generation, now_s: float) -> FillReport:
+    """Return how far a fill is. Of one that another coordinator began the beginning is unknown."""
+    pace = generation.pace or Pace(generation.progressed_s)
+    left_s = pace.left_s(generation.total_bytes, now_s) if generation.total_bytes else None
+    return FillReport(
+        done_bytes=generation.filled_bytes,
+        total_bytes=generation.total_bytes,
+        elapsed_s=round(now_s - pace.begun_s, 3),
+        bytes_per_s=round(pace.bytes_per_s(now_s)),
+        left_s=None if left_s is None else round(left_s, 3),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shm_store.keys import Fingerprint, GenerationId, Key, LeaseId, RequestId, SessionId
+from shm_store.pace import Pace
 from shm_store.report import ModelReport
 from shm_store.wire import NO_GENERATION, RAM, Asked, Declare
 
@@ -165,7 +166,9 @@ class Generation:
         deaths: how many owners of this fill died, this generation's predecessors included.
         size_bytes: 0 until RESERVE; charged from RESERVED on.
         queued_s: since when its RESERVE waits for room.
+        filled_bytes, total_bytes: how far the fill is, as its owner says, and of how much.
         progressed_s: when the fill last came further; 0 until it has begun.
+        pace: how fast it does. Of one that another coordinator began, since it was heard of.
         idle_s: since when nobody leases it.
         died_pid: the last of those who ended without giving it back; 0 if nobody has.
     """
@@ -185,8 +188,10 @@ class Generation:
     deaths: int = 0
     size_bytes: int = 0
     filled_bytes: int = 0
+    total_bytes: int = 0
     queued_s: float | None = None
     progressed_s: float = 0.0
+    pace: Pace | None = None
     idle_s: float = 0.0
     died_pid: int = 0
     leases: dict[SessionId, Lease] = field(default_factory=dict)

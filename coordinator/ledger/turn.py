@@ -20,7 +20,17 @@ from coordinator.ledger.state import (
 )
 from shm_store.errors import WeightCacheError
 from shm_store.keys import GenerationId, LeaseId, RequestId, SessionId, generation_id
-from shm_store.wire import NO_GENERATION, RAM, Asked, Cause, Fail, Grant, Revoke, ToSession
+from shm_store.wire import (
+    NO_GENERATION,
+    RAM,
+    Asked,
+    Cause,
+    Fail,
+    Filling,
+    Grant,
+    Revoke,
+    ToSession,
+)
 
 
 class Turn:
@@ -55,6 +65,11 @@ class Turn:
         generation.askers[request.id] = request
         if generation.state is State.READY:
             self.ledger.parked[generation.id] = generation
+
+    def tell(self, request: Request, generation: Generation) -> None:
+        """Say to `request` how far the fill is that it waits for."""
+        how_far = Filling(request.rid, generation.filled_bytes, generation.total_bytes)
+        self.send(request.session, how_far)
 
     def detach(self, request: Request) -> None:
         """Take `request` from its generation, to be answered or asked anew."""

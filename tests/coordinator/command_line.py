@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 from shm_store import channel
@@ -49,6 +53,31 @@ def start(*arguments: str, **changes: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         env=environment(**changes),
     )
+
+
+def on_terminal(columns: int, *arguments: str) -> list[str]:
+    """Return the lines of a command whose output is a terminal of so many columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    changes = {"TERM": "xterm", "COLUMNS": "", "LINES": ""}
+    process = subprocess.Popen(
+        command(*arguments),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env=environment(**changes),
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 65536):
+            shown += data
+    except OSError:
+        pass  # how a terminal says that nobody has its other end any more
+    os.close(ours)
+    process.wait(WAIT_S)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
 
 
 class Played:

@@ -26,6 +26,8 @@ LOADER = r"""
 import os, resource, socket, sys
 from coordinator import loader, pump
 
+pump.PROGRESS_PAUSE_S = 0.0  # where it stops it has said how far it is
+
 asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asking.connect(os.environ["HELD_LOADERS"])
 asking.send(str(os.getpid()).encode())

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import signal
-import struct
-import subprocess
-import termios
 
 import msgspec
 import pytest
 
 from shm_store.report import GenerationReport, LeaseReport, PoolReport, SessionReport, StatusReport
 from shm_store.wire import Status
-from tests.coordinator.command_line import BUDGET_BYTES, Played, command, environment, run
-from tests.processes import ROOT, WAIT_S, Peer
+from tests.coordinator.command_line import BUDGET_BYTES, Played, on_terminal, run
+from tests.processes import Peer
 
 pytestmark = pytest.mark.process
 
@@ -60,31 +56,6 @@ def test_status_for_people_names_key_holder_and_socket(coordinator, weights):
         assert text in shown
     assert granted.gen.endswith("-00000001")
     assert re.search(r"^k +#1 +ready ", shown, re.MULTILINE)
-
-
-def on_terminal(columns: int, *arguments: str) -> list[str]:
-    """Return the lines of a command whose output is a terminal of so many columns."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    changes = {"TERM": "xterm", "COLUMNS": "", "LINES": ""}
-    process = subprocess.Popen(
-        command(*arguments),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=ROOT,
-        env=environment(**changes),
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while data := os.read(ours, 65536):
-            shown += data
-    except OSError:
-        pass  # how a terminal says that nobody has its other end any more
-    os.close(ours)
-    process.wait(WAIT_S)
-    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
 
 
 def test_tables_fit_in_80_columns(coordinator, weights):

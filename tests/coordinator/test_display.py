@@ -10,6 +10,7 @@ from coordinator import display
 from coordinator.audit import AuditReport, Finding
 from coordinator.display import (
     LoadProgress,
+    fill_text,
     plain,
     show_audit,
     show_error,
@@ -18,6 +19,7 @@ from coordinator.display import (
 )
 from shm_store.errors import BudgetExceeded, SourceNotOpened
 from shm_store.report import (
+    FillReport,
     GenerationReport,
     LeaseReport,
     ModelReport,
@@ -25,6 +27,9 @@ from shm_store.report import (
     SessionReport,
     StatusReport,
 )
+
+SHOWN = "filling 1.2 of 4.0 GiB, 850 MiB/s, 3 s left"
+FAR = "filling 1.0 MiB of 1.0 GiB, 1.0 MiB/s, 2 h left"
 
 
 class Terminal(io.StringIO):
@@ -375,8 +380,8 @@ def test_a_long_load_says_a_line_now_and_then_where_there_is_no_terminal(capsys)
         for done in (1, 2, 3, 4):
             progress.update(done * 1024, 4096)
     assert capsys.readouterr().err.splitlines() == [
-        "weight-cache: loading k: 2.0 KiB of 4.0 KiB (50 %)",
-        "weight-cache: loading k: 4.0 KiB of 4.0 KiB (100 %)",
+        "weight-cache: loading k: 2.0 KiB of 4.0 KiB (50 %), 228 B/s, 9 s left",
+        "weight-cache: loading k: 4.0 KiB of 4.0 KiB (100 %), 299 B/s",
     ]
 
 
@@ -392,6 +397,62 @@ def test_a_terminal_gets_a_bar_without_a_thread(monkeypatch):
         assert threading.active_count() == threads
     assert "[red]k" in terminal.getvalue()
     assert "4.0/4.0 KiB" in terminal.getvalue() or "4.1/4.1 kB" in terminal.getvalue()
+
+
+def test_the_bar_says_how_fast_it_is_and_what_is_left(monkeypatch):
+    """From the second word on: of the first nobody knows how long it took."""
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, times = Terminal(), iter([0.0, 1.0, 2.0])
+    with LoadProgress("k", terminal, lambda: next(times)) as progress:
+        progress.update(10 * 1024, 40 * 1024)
+        assert "/s" not in terminal.getvalue()
+        progress.update(20 * 1024, 40 * 1024)
+    assert "10.0 KiB/s, 2 s left" in terminal.getvalue()
+
+
+def test_the_pace_of_a_fill_that_is_begun_anew_is_its_own(capsys):
+    """Its loader died: what the first had filled is no loss of speed."""
+    times = iter([0.0, 1.0, 2.0, 6.0, 11.0])
+    with LoadProgress("k", io.StringIO(), lambda: next(times)) as progress:
+        for done_bytes in (1024, 2048, 512, 1024):
+            progress.update(done_bytes, 4096)
+    assert capsys.readouterr().err.splitlines() == [
+        "weight-cache: loading k: 512 B of 4.0 KiB (12 %)",
+        "weight-cache: loading k: 1.0 KiB of 4.0 KiB (25 %), 102 B/s, 30 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fill", "text"),
+    [
+        (FillReport(0, 0, 0.2), "filling for 0 s"),
+        (FillReport(0, 0, 40.0), "filling for 40 s"),
+        (FillReport(0, 4096, 0.5), "filling 0 B of 4.0 KiB"),
+        (FillReport(1_288_490_189, 4 << 30, 1.4, 891_289_600, 3.4), SHOWN),
+        (FillReport(1 << 20, 1 << 30, 1.0, 1 << 20, 7200.0), FAR),
+        (FillReport(1023, 1024, 1.0, 1023, 0.001), "filling 1023 B of 1.0 KiB, 1023 B/s, 1 s left"),
+        (FillReport(4096, 4096, 2.0, 2048, 0.0), "filling 4.0 of 4.0 KiB, 2.0 KiB/s"),
+    ],
+)
+def test_a_fill_says_how_far_it_is_as_far_as_is_known(fill, text):
+    assert fill_text(fill) == text
+
+
+def filling_report() -> StatusReport:
+    fill = FillReport(1_288_490_189, 4 << 30, 1.4, 891_289_600, 3.4)
+    pool = PoolReport("ram", 8 << 30, 4 << 30, 0, 0, 4 << 30, 0, 0, 0)
+    here = GenerationReport("sdxl", "00ff-00000001", "filling", 4 << 30, "ram", True, (), fill=fill)
+    return StatusReport(False, (pool,), (here,), ())
+
+
+def test_status_shows_how_far_a_fill_is(capsys):
+    show_status(filling_report(), "/run/s")
+    assert f"#1          {SHOWN}, pinned" in capsys.readouterr().out
+
+
+def test_what_a_load_waits_for_says_how_far_that_is():
+    said = waiting_text(filling_report(), "sdxl", 1)
+    assert said == f"waiting for another process to fill it: {SHOWN}"
 
 
 def test_a_load_that_is_ready_at_once_draws_nothing():

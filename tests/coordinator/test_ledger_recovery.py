@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.ledger import status_report
 from coordinator.ledger.events import Exit, Offer, Recovered, Resumed, StartLoader
 from coordinator.ledger.recovery import cannot_be
 from coordinator.ledger.state import State
-from shm_store.wire import Ack, Done, Drain, Evict, Grant, HeldCharge, Invalidate, Pin, Revoke
+from shm_store.report import FillReport
+from shm_store.wire import (
+    Ack,
+    Done,
+    Drain,
+    Evict,
+    Grant,
+    HeldCharge,
+    Invalidate,
+    Pin,
+    Progress,
+    Revoke,
+)
 from tests.coordinator.ledger_world import World
 
 OLD = "0000000000000001-0000000"
@@ -279,6 +292,17 @@ class TestFills:
         world.sealed(f"{OLD}1")
         assert world.answer(1, 50) == Grant(50, f"{OLD}1")
         assert world.answer(7, waits) == Grant(waits, f"{OLD}1")
+
+    def test_the_pace_of_what_another_coordinator_began_is_told_since_it_was_heard_of(self):
+        """Else all that was filled before would seem to have come in no time."""
+        world = recovered(sessions=(1,))
+        resume(world, 1, fills=(self.fill(),))
+        gen = self.fill().gen
+        for now_s, done_bytes in ((1.0, 200), (2.0, 210)):
+            world.now_s = now_s
+            world.by_owner(gen, 1, Progress(gen, done_bytes, 300))
+        (report,) = status_report(world.ledger, 2.0).generations
+        assert report.fill == FillReport(210, 300, 1.0, 10, 9.0)
 
     def test_committed_before_it_is_answered_now(self):
         world = recovered(offer(1), sessions=(1,))

@@ -38,6 +38,7 @@ from shm_store.wire import (
     Flush,
     Grant,
     Pin,
+    Progress,
     Release,
     Reserve,
     Ticket,
@@ -115,7 +116,9 @@ class Walk:
         sender, gen = self.random.choice(self.tickets)
         size = self.random.choice((40, 100, 240, 260))
         message = self.random.choice(
-            (Reserve(gen, size), Reserve(gen, size), Commit(gen), Commit(gen), Abort(gen), None)
+            (Reserve(gen, size),) * 2
+            + (Commit(gen),) * 2
+            + (Progress(gen, size, 260), Abort(gen), None)
         )
         if message is None:
             if sender is None:
@@ -182,7 +185,14 @@ class Walk:
             session = self.random.choice(self.live)
             gen = self.random.choice(list(self.world.ledger.generations))
             message = self.random.choice(
-                (Reserve(gen, 10), Commit(gen), Abort(gen), Release(gen, 1), Cancel(1))
+                (
+                    Reserve(gen, 10),
+                    Progress(gen, 10, 20),
+                    Commit(gen),
+                    Abort(gen),
+                    Release(gen, 1),
+                    Cancel(1),
+                )
             )
             self.world.event(Said(session, message))
             replayed = self.world.rids[session]

@@ -257,7 +257,7 @@ def _message(message: Message, gens: dict[str, int], ranks: dict[int, int]) -> t
             value = ranks[value]
         elif name == "version":
             value = gens.get(value, value)
-        elif name in ("cause", "timeout_s", "fingerprint"):
+        elif name in ("cause", "timeout_s", "fingerprint", "reading"):
             continue
         fields.append(value)
     return tuple(fields)

@@ -25,6 +25,7 @@ from shm_store.wire import (
     Flushed,
     Grant,
     Held,
+    Progress,
     Reserve,
     Resume,
     Space,
@@ -74,6 +75,7 @@ class SpokenCoordinator:
         self.sharers: list[Sharer] = []
         self.peers: list[channel.Channel] = []
         self.fds: list[int] = []
+        self.progress: list[Progress] = []
         self.told_fds: dict[object, list[int]] = {}
 
     def close(self) -> None:
@@ -169,14 +171,18 @@ class SpokenCoordinator:
     # --- messages -------------------------------------------------------------------------------
 
     def receive(self):
-        """The next message; None at end of file."""
-        channel.close_all(self.fds)
-        self.fds = []
-        received = self.peer.receive()
-        if received is None:
-            return None
-        data, self.fds = received
-        return decode(session_decoder, data)
+        """The next message that is no progress, which goes to `progress`; None at end of file."""
+        while True:
+            channel.close_all(self.fds)
+            self.fds = []
+            received = self.peer.receive()
+            if received is None:
+                return None
+            data, self.fds = received
+            message = decode(session_decoder, data)
+            if not isinstance(message, Progress):
+                return message
+            self.progress.append(message)
 
     def expect(self, kind: type):
         message = self.receive()

@@ -329,7 +329,7 @@ class TestBuild:
             asking.result(WAIT_S)
 
     def test_a_fill_that_fails_closes_the_segment_and_aborts(self, coordinator, asked, monkeypatch):
-        def fill(fd, plan):
+        def fill(fd, plan, written):
             raise MemoryError("half-way")
 
         monkeypatch.setattr("gpu_worker.publish.fill", fill)

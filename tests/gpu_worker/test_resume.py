@@ -391,11 +391,11 @@ class TestFills:
 
         fill, begun, go_on = publish.fill, threading.Event(), threading.Event()
 
-        def slowly(fd, plan):
+        def slowly(fd, plan, written):
             os.pwrite(fd, b"half", 4096)
             begun.set()
             assert go_on.wait(WAIT_S)
-            fill(fd, plan)
+            fill(fd, plan, written)
 
         monkeypatch.setattr(publish, "fill", slowly)
         return begun, go_on
