@@ -193,8 +193,8 @@ class Client:
                 self._session.put_away(request)
             finally:
                 # In place: an exception from outside could come into a call.
-                while request.fds:
-                    os.close(request.fds.pop())
+                fds, request.fds = request.fds, []
+                any(map(os.close, fds))
 
     def prefetch(self, ask: Ask) -> None:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""
@@ -505,8 +505,7 @@ class Client:
             return
         # The name is for people, and may be cut or escaped: the fd says which file is meant.
         prefetch = request.kind == "prefetch" or self.background
-        opened = open_checkpoint(ask.source)
-        request.fds[:] = opened.fds
+        opened = open_checkpoint(ask.source, request.fds)
         if opened.extra:
             logger.warning(
                 "weight-cache: %s does not name %s, which is not read",

@@ -168,8 +168,8 @@ class Request:
 
     def close(self) -> None:
         """Close its fds, if it has any."""
-        while self.fds:
-            os.close(self.fds.pop())
+        fds, self.fds = self.fds, []
+        any(map(os.close, fds))  # in one call: nothing comes in between two of them
 
 
 Step = Granted | Charge | Ticket | Space | Filling | Flushed | Done

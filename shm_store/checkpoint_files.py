@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shm_store.errors import SourceMalformed, SourceNotOpened
@@ -36,13 +37,13 @@ class Opened:
     """What a source is: its name for people, the fds of its files, and their names.
 
     Attributes:
-        fds: the caller's to close; none of a URL.
+        fds: the caller's to close, the list that it gave; empty for a URL.
         files: the names of several files, the index first. A lone file has only `name`.
         extra: files that look like shards and are not read, because the index names them not.
     """
 
     name: str
-    fds: tuple[int, ...]
+    fds: Sequence[int]
     files: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
@@ -52,28 +53,34 @@ class Opened:
             os.close(fd)
 
 
-def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
+def open_checkpoint(place: str | os.PathLike[str], fds: list[int] | None = None) -> Opened:
     """Return the opened files of a source: of a path, a folder, an index or a URL.
+
+    Args:
+        fds: an empty list, into which each comes as soon as it is opened: an exception from outside
+            may come at any time, and whoever catches it closes what is there. All others leave it
+            empty.
 
     Raises:
         SourceNotOpened: missing, not permitted, no regular file, or a folder without just one.
         SourceMalformed, SourceUnsupported: the index is none, or a shard of it is missing.
     """
-    name = os.fspath(place)
+    name, fds = os.fspath(place), [] if fds is None else fds
     if is_url(name):
         if not name.lower().startswith("file://"):
-            return Opened(name, ())
+            return Opened(name, fds)
         name = urllib.request.url2pathname(urllib.parse.urlsplit(name).path)
     if os.path.isdir(name):
         name = _checkpoint_in(name)
-    if not is_index(name):
-        return Opened(name, (open_source(name),))
-    return _open_shards(name)
+    if is_index(name):
+        return _open_shards(name, fds)
+    fds.append(open_source(name))
+    return Opened(name, fds)
 
 
-def _open_shards(index: str) -> Opened:
-    fds = [open_source(index)]
+def _open_shards(index: str, fds: list[int]) -> Opened:
     try:
+        fds.append(open_source(index))
         folder = os.path.dirname(index)
         shards = sorted(set(parse_index(read_index(fds[0], index), index).values()))
         for shard in shards:
@@ -85,10 +92,10 @@ def _open_shards(index: str) -> Opened:
                 ) from error
         extra = extra_shards(os.listdir(folder or "."), set(shards))
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        while fds:
+            os.close(fds.pop())
         raise
-    return Opened(index, tuple(fds), (os.path.basename(index), *shards), tuple(extra))
+    return Opened(index, fds, (os.path.basename(index), *shards), tuple(extra))
 
 
 def read_index(fd: int, name: str) -> bytes:

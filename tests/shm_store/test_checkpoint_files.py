@@ -128,6 +128,6 @@ def test_a_repository_in_the_cache_stands_for_its_main_revision(tmp_path: Path) 
 
 
 def test_what_is_at_a_url_is_not_opened_here(tmp_path: Path) -> None:
-    assert seen("https://host/a.safetensors") == Opened("https://host/a.safetensors", ())
+    assert seen("https://host/a.safetensors") == Opened("https://host/a.safetensors", [])
     files(tmp_path, "a b.safetensors")
     assert seen((tmp_path / "a b.safetensors").as_uri()).name == str(tmp_path / "a b.safetensors")
