@@ -39,7 +39,7 @@ LINE_PAUSE_S = 5.0
 PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
 
-UNREAD_SHOWN = 3
+NAMES_SHOWN = 3
 
 POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
 RUNNING_STATES = ("open", "reserved", "filling")
@@ -86,6 +86,8 @@ def show_status(report: StatusReport, socket: str) -> None:
     if shared:
         print()
         _draw(generations_table(shared), sys.stdout)
+        for line in small_pages_lines(shared):
+            print(line)
     else:
         print("no weights are held")
     for pool in report.pools:
@@ -122,7 +124,7 @@ def show_audit(report: AuditReport) -> None:
         print("copied pages are charged from now on, to the process that has written to them")
     if report.unread:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
-        names = listed(unread, UNREAD_SHOWN)
+        names = listed(unread, NAMES_SHOWN)
         print(f"not looked into for lack of permission, and not part of the verdict: {names}")
 
 
@@ -182,6 +184,20 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     return table
 
 
+def small_pages_lines(generations: Sequence[GenerationReport]) -> list[str]:
+    """Say of which weights not all is in huge pages, by the reason."""
+    keys: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for generation in generations:
+        if why := generation.not_huge:
+            keys.setdefault(why, []).append(plain(generation.key))
+            sizes[why] = sizes.get(why, 0) + generation.size_bytes - generation.huge_bytes
+    return [
+        f"{_short_size(sizes[why])} of {listed(names, NAMES_SHOWN)} in pages of 4 KiB: {plain(why)}"
+        for why, names in keys.items()
+    ]
+
+
 def _lease_text(lease: LeaseReport) -> str:
     copied = f", {_short_size(lease.copied_bytes)} copied" if lease.copied_bytes else ""
     return f"pid {lease.pid} ({_age_text(lease.age_s)}{copied})"
@@ -194,6 +210,7 @@ def _state_text(generation: GenerationReport) -> str:
         return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []
     marks += ["pinned"] if generation.pinned else []
+    marks += ["huge pages"] if 0 < generation.size_bytes == generation.huge_bytes else []
     return ", ".join([plain(generation.state), *marks])
 
 
