@@ -78,7 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("--rounds", type=int, default=25)
     share.set_defaults(run=_share)
 
-    for command in (attach, memory, death, start, lock, scale, swap, restart, share):
+    pages = commands.add_parser("pages", help="the first read, in huge pages and in small ones")
+    _sized(pages, 2000, 1000)
+    pages.add_argument("--rounds", type=int, default=25, help="repeats in one process")
+    pages.add_argument("--fresh-rounds", type=int, default=9, help="fresh processes of each")
+    pages.set_defaults(run=_pages)
+
+    for command in (attach, memory, death, start, lock, scale, swap, restart, share, pages):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -189,6 +195,20 @@ def _share(options: argparse.Namespace) -> Outcome:
             options.rounds,
             options.warm_mb << 20,
             options.skip,
+        )
+    )
+
+
+def _pages(options: argparse.Namespace) -> Outcome:
+    from benchmarks import pages
+
+    return pages.run(
+        pages.Options(
+            int(options.size_mb * 1e6),
+            options.tensors,
+            options.rounds,
+            options.fresh_rounds,
+            options.warm_mb << 20,
         )
     )
 

@@ -191,7 +191,7 @@ def _repeats(scene: _Scene, rounds: int, *, read: bool) -> Row:
     try:
         taken = interleave(
             rounds,
-            {name: partial(_visit, one, read) for name, one in entered.items()},
+            {name: partial(visit, one, read) for name, one in entered.items()},
         )
     finally:
         gc.unfreeze()
@@ -206,7 +206,7 @@ def _repeats(scene: _Scene, rounds: int, *, read: bool) -> Row:
     return replace(_row("attach, repeated in one process", middle, scene.notes), claims=claims)
 
 
-def _visit(one: Contender, read: bool) -> float:
+def visit(one: Contender, read: bool) -> float:
     """Attach twice, and return the seconds of the second: a repeat, whoever was measured before.
 
     The first also waits for what that one has left to others: a sender that closes a thousand fds,

@@ -6,6 +6,7 @@ Each is told apart in the same steps, so that the same things are timed for all.
 from __future__ import annotations
 
 import base64
+import ctypes
 import logging
 import mmap
 import os
@@ -13,14 +14,18 @@ import socket
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from benchmarks import echo, sender
 from benchmarks.checkpoint import Tensors, total_bytes
 from benchmarks.rows import Unavailable
 
+if TYPE_CHECKING:
+    from gpu_worker.mapping import Buffer
+
 OURS = "ours"
 FLOOR = "floor"
+ALIGNED_FLOOR = "floor at a 2 MiB boundary"
 LOAD_FILE = "safetensors load_file"
 TORCH_LOAD = "torch.load(mmap=True)"
 SHARING = {
@@ -79,6 +84,8 @@ def contender(name: str, places: Places) -> Contender:
         return Ours(places.socket, places.key, places.safetensors)
     if name == FLOOR:
         return Floor(places.echo)
+    if name == ALIGNED_FLOOR:
+        return AlignedFloor(places.echo)
     return LoadFile(places.safetensors) if name == LOAD_FILE else TorchLoad(places.pickled)
 
 
@@ -96,6 +103,10 @@ class Ours:
         import gpu_worker
 
         started_s = time.perf_counter()
+        import gpu_worker.module
+        import gpu_worker.placement
+        import gpu_worker.publish
+        import gpu_worker.read_only
         import gpu_worker.tensors  # noqa: F401
 
         self.deferred_import_s = time.perf_counter() - started_s
@@ -140,7 +151,7 @@ class Floor:
 
         self._socket.send(_REQUEST)
         _, (fd,), _, _ = socket.recv_fds(self._socket, echo.FRAME_BYTES, 1)
-        mapped = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        mapped = self._map(fd)
         os.close(fd)
         manifest, start = read_manifest(memoryview(mapped))
         groups = manifest.groups
@@ -160,11 +171,29 @@ class Floor:
             tensors[entry.name] = tensor
         return tensors
 
+    def _map(self, fd: int) -> Buffer | mmap.mmap:
+        return mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+
     def settle(self) -> None:
         pass  # the map is gone with its last tensor
 
     def close(self) -> None:
         self._socket.close()
+
+
+class AlignedFloor(Floor):
+    """The same over a map at a 2 MiB boundary, which alone can be of huge pages."""
+
+    def _map(self, fd: int) -> Buffer | mmap.mmap:
+        from gpu_worker.mapping import map_segment
+
+        self._buffer = map_segment(fd, os.fstat(fd).st_size)
+        return self._buffer
+
+    def settle(self) -> None:
+        from gpu_worker.mapping import unmap_range
+
+        unmap_range(ctypes.addressof(self._buffer), len(self._buffer))
 
 
 class LoadFile:

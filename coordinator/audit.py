@@ -291,6 +291,8 @@ def _unleased(use: Use, generation: GenerationReport | None, facts: Facts) -> It
         fillers = facts.children | {generation.filled_by}
         if _under_way(generation) or (generation.state == "filling" and use.pid in fillers):
             return
+        if use.pid == generation.collapsed_by:
+            return  # a child of the coordinator, which FREE ends
         holders, key = [lease.pid for lease in generation.leases], generation.key
         stored = generation.state == "ready" and use.pid == facts.manager
     about = Finding("fd_held", use.gen, key, use.pid, facts.names.get(use.pid, ""))

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         fd, size_bytes, parent_pid = (int(argument) for argument in arguments[1:])
     except ValueError:
         return _end(EXIT_USAGE, "usage: backing.py FD SIZE_BYTES PARENT_PID")
-    _volunteer()
+    volunteer()
     return back(fd, size_bytes, parent_pid)
 
 
@@ -85,9 +85,9 @@ def back(fd: int, size_bytes: int, parent_pid: int) -> int:
     for start in range(0, size_bytes, STEP_BYTES):
         if os.getppid() != parent_pid:
             return _end(EXIT_PARENT_GONE, "the coordinator is gone")
-        lacking = lack(size_bytes - start)
-        if lacking:
-            return _end(EXIT_NO_HEADROOM, lacking)
+        lack = shortage(size_bytes - start)
+        if lack:
+            return _end(EXIT_NO_HEADROOM, lack)
         try:
             os.posix_fallocate(fd, start, min(STEP_BYTES, size_bytes - start))
         except OSError as error:
@@ -100,7 +100,7 @@ def back(fd: int, size_bytes: int, parent_pid: int) -> int:
     return EXIT_BACKED
 
 
-def lack(needed_bytes: int) -> str:
+def shortage(needed_bytes: int) -> str:
     """Say what there is too little of for so many bytes more; nothing if it suffices."""
     for where, headroom in (
         ("this memory cgroup", cgroup_headroom_bytes()),
@@ -123,7 +123,7 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / (1024 * 1024):.1f} MiB"
 
 
-def _volunteer() -> None:
+def volunteer() -> None:
     """Be the first whom the out-of-memory killer takes."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:

@@ -32,6 +32,8 @@ SOCKET_OPTION = "--socket"
 BUDGET_OPTION = "--ram-budget"
 LEAVE_OPTION = "--leave-after"
 SERVE_OPTIONS = (SOCKET_OPTION, BUDGET_OPTION, LEAVE_OPTION)
+NO_HUGE_PAGES = "--no-huge-pages"
+"""The one option of `serve` that takes no value."""
 
 
 def main() -> None:
@@ -57,7 +59,8 @@ def _run(arguments: Sequence[str]) -> None:
     try:
         options = read_serve(arguments)
         if options is not None:
-            sys.exit(run_coordinator(*map(options.get, SERVE_OPTIONS)))
+            huge_pages = NO_HUGE_PAGES not in options
+            sys.exit(run_coordinator(*map(options.get, SERVE_OPTIONS), huge_pages=huge_pages))
         from coordinator.commands import app
 
         app(arguments, prog_name="weight-cache")
@@ -75,6 +78,9 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
     options: dict[str, str] = {}
     rest = iter(arguments[1:])
     for argument in rest:
+        if argument == NO_HUGE_PAGES:
+            options[argument] = ""
+            continue
         name, joined, value = argument.partition("=")
         if not joined:
             value = next(rest, "")
@@ -84,7 +90,9 @@ def read_serve(arguments: Sequence[str]) -> dict[str, str] | None:
     return options
 
 
-def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str | None) -> int:
+def run_coordinator(
+    socket: str | None, ram_budget: str | None, leave_after: str | None, *, huge_pages: bool
+) -> int:
     """Run a coordinator in the foreground and return its exit code."""
     from coordinator.config import Config
     from coordinator.serve import serve
@@ -110,7 +118,8 @@ def run_coordinator(socket: str | None, ram_budget: str | None, leave_after: str
                 f"{folder} cannot be made: {error.strerror}",
                 remedy=f"choose a socket with {SOCKET_OPTION} or {SOCKET_VARIABLE}",
             ) from error
-    return serve(Config(path, budget_bytes, leave_after_s=leave_after_s))
+    config = Config(path, budget_bytes, leave_after_s=leave_after_s, huge_pages=huge_pages)
+    return serve(config)
 
 
 def _parse_seconds(option: str, text: str) -> float:

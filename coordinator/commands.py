@@ -88,6 +88,14 @@ RamBudget = Annotated[
         show_default=False,
     ),
 ]
+NoHugePages = Annotated[
+    bool,
+    typer.Option(
+        "--no-huge-pages",
+        help="Leave weights in pages of 4 KiB. Default: a child of the coordinator moves them into "
+        "pages of 2 MiB, in the background, once they are loaded.",
+    ),
+]
 
 app = typer.Typer(
     name="weight-cache",
@@ -137,13 +145,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    no_huge_pages: NoHugePages = False,
 ) -> None:
     """Run a coordinator in the foreground until it is drained.
 
     INT and TERM end it at once, with exit code 0: what workers have mapped stays theirs.
     `gpu_worker.attach(autostart=True)` runs one in the background, with --leave-after 1800.
     """
-    sys.exit(run_coordinator(socket, ram_budget, leave_after))
+    sys.exit(run_coordinator(socket, ram_budget, leave_after, huge_pages=not no_huge_pages))
 
 
 @app.command(
@@ -171,6 +180,7 @@ def launch(
         ),
     ] = None,
     ram_budget: RamBudget = None,
+    no_huge_pages: NoHugePages = False,
     limits: Annotated[
         str | None,
         typer.Option(
@@ -247,6 +257,7 @@ def launch(
         workers=workers,
         socket=None if socket is None else socket_path(socket),
         ram_budget_bytes=None if ram_budget is None else parse_size(ram_budget),
+        huge_pages=not no_huge_pages,
         limits=limits,
         devices=names,
         grace_s=_seconds("--grace", grace),
@@ -271,6 +282,7 @@ def status(
     named by the end of its id, `#1a`. States: open, its size is not known yet; reserved, charged,
     and the kernel is asked for memory; filling, with how far that is, how fast of late, and how
     long it takes if it goes on so; ready; retired, replaced or invalidated but still held; freeing.
+    Ready weights of 2 MiB or more are moved into huge pages in the background.
     "waiting" counts the requests that wait for it, "waiting for" the keys that a process waits for.
     Ready weights that nobody holds are retained: kept warm until room is needed.
 

@@ -15,9 +15,11 @@ class Config:
         resume_patience_s: how long sessions of an earlier coordinator are waited for, before what
             they may have mapped is freed.
         leave_after_s: end once no session has been there for so long; None stays for ever.
+        huge_pages: whether sealed segments are collapsed to pages of 2 MiB in the background.
     """
 
     socket: str
     ram_budget_bytes: int | None = None
     resume_patience_s: float = 10.0
     leave_after_s: float | None = None
+    huge_pages: bool = True

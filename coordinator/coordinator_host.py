@@ -114,11 +114,12 @@ class CoordinatorHost:
 
     # --- its life -------------------------------------------------------------------------------
 
-    def start(self, ram_budget_bytes: int) -> None:
+    def start(self, ram_budget_bytes: int, *, huge_pages: bool = True) -> None:
         """Start one. What is stored comes with it."""
         fds, names = self.store.handover()
         command = [*module_command("coordinator"), "serve", "--socket", self._path]
         command += ["--ram-budget", str(ram_budget_bytes)]
+        command += [] if huge_pages else ["--no-huge-pages"]
         self._child = child = Child(
             command,
             stdout=subprocess.PIPE,

@@ -44,7 +44,7 @@ BAR_COLUMNS = 24
 PIPE_COLUMNS = 4096
 """How wide a table may be where no terminal says: there, nothing is cut."""
 
-UNREAD_SHOWN = 3
+NAMES_SHOWN = 3
 
 POOL_KINDS = ("leased", "retained", "filling", "retired", "private", "freeing")
 RUNNING_STATES = ("open", "reserved", "filling")
@@ -91,6 +91,8 @@ def show_status(report: StatusReport, socket: str) -> None:
     if shared:
         print()
         _draw(generations_table(shared), sys.stdout)
+        for line in small_pages_lines(shared):
+            print(line)
     else:
         print("no weights are held")
     for pool in report.pools:
@@ -129,7 +131,7 @@ def show_audit(report: AuditReport) -> None:
         print(f"the bytes of {_counted(report.digested, 'generation')} with digests were looked at")
     if report.unread:
         unread = [f"pid {finding.pid} ({plain(finding.process)})" for finding in report.unread]
-        names = listed(unread, UNREAD_SHOWN)
+        names = listed(unread, NAMES_SHOWN)
         print(f"not looked into for lack of permission, and not part of the verdict: {names}")
 
 
@@ -204,6 +206,20 @@ def generations_table(generations: Sequence[GenerationReport]) -> Table:
     return table
 
 
+def small_pages_lines(generations: Sequence[GenerationReport]) -> list[str]:
+    """Say of which weights not all is in huge pages, by the reason."""
+    keys: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for generation in generations:
+        if why := generation.not_huge:
+            keys.setdefault(why, []).append(plain(generation.key))
+            sizes[why] = sizes.get(why, 0) + generation.size_bytes - generation.huge_bytes
+    return [
+        f"{_short_size(sizes[why])} of {listed(names, NAMES_SHOWN)} in pages of 4 KiB: {plain(why)}"
+        for why, names in keys.items()
+    ]
+
+
 def _lease_text(lease: LeaseReport) -> str:
     copied = f", {_short_size(lease.copied_bytes)} copied" if lease.copied_bytes else ""
     return f"pid {lease.pid} ({_age_text(lease.age_s)}{copied})"
@@ -216,6 +232,7 @@ def _state_text(generation: GenerationReport) -> str:
         return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []
     marks += ["pinned"] if generation.pinned else []
+    marks += ["huge pages"] if 0 < generation.size_bytes == generation.huge_bytes else []
     state = fill_text(generation.fill) if generation.fill else plain(generation.state)
     return ", ".join([state, *marks])
 

@@ -19,6 +19,7 @@ from coordinator import backing, loader
 from coordinator.connection import Connection
 from coordinator.device_memory import freeze_memory, given_back, require_memory
 from coordinator.fd_limit import REMEDY, described, out_of_fds
+from coordinator.huge_pages import HugePages
 from coordinator.ledger.events import (
     Back,
     Backed,
@@ -52,7 +53,7 @@ from shm_store.errors import ProtocolViolation, SegmentRefused, WeightCacheError
 from shm_store.keys import GenerationId, RequestId, SessionId
 from shm_store.manifest import Preamble
 from shm_store.segment import fix_size
-from shm_store.wire import RAM, Fetch, Reserve, ToSession, decode, loader_decoder
+from shm_store.wire import RAM, Fetch, Report, Reserve, ToSession, decode, loader_decoder
 
 log = logging.getLogger("coordinator")
 
@@ -84,6 +85,8 @@ class Executor:
         loop: asyncio.AbstractEventLoop,
         sessions: Sessions,
         feed: Callable[[Event], None],
+        *,
+        huge_pages: bool = True,
     ) -> None:
         self._loop = loop
         self._sessions = sessions
@@ -97,11 +100,15 @@ class Executor:
         """Waits for devices to have memory back. Nothing is lost with them."""
         self._jobs: dict[GenerationId, dict[asyncio.Task[None], Child | None]] = {}
         self.segments = SegmentTable()
+        self._huge_pages = HugePages(loop, self.segments, self._start, wanted=huge_pages)
         self.store = Store(loop)
 
     def perform(self, effect: Effect) -> None:
         """Begin `effect`. Its outcome comes back through `feed`, in this call or later."""
         match effect:
+            case Send(session, Report() as message, segment):
+                report = self._huge_pages.report(message.report)
+                self._sessions.send(session, Report(message.rid, report), segment)
             case Send(session, message, segment):
                 self._sessions.send(session, message, segment)
             case SendSpace(message):
@@ -119,11 +126,14 @@ class Executor:
             case Free(gen):
                 self._backings.leave(gen)
                 self._started(gen)
+                self._huge_pages.drop(gen)
                 self._start(gen, self._free(effect, dict(self._jobs.get(gen, {}))))
             case Keep(gen, about):
                 fd = self.segments.fd(gen)
                 if fd is not None:
                     self.store.keep_segment(gen, fd, about)
+                if about is None:
+                    self._huge_pages.add(gen)
             case Unkeep(gen):
                 self.store.forget_segment(gen)
             case Remember(pins, limits_bytes, draining, found_bytes):
@@ -139,6 +149,7 @@ class Executor:
         """End every child, wait for what is under way, and close every segment."""
         self._starts.close()
         self._backings.close()
+        self._huge_pages.close()
         for waiting in list(self._devices.values()):
             waiting.cancel()
         while jobs := {task: child for work in self._jobs.values() for task, child in work.items()}:

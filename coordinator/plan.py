@@ -17,6 +17,7 @@ class Plan:
         resident: these are resident workers.
         socket: of the coordinator; None makes a private one, so that groups do not meet.
         ram_budget_bytes: limit of the pool `ram`; None takes what `serve` would.
+        huge_pages: whether the coordinator has weights in pages of 2 MiB.
         limits: path of a file of limits, which then count before `ram_budget_bytes`.
         devices: one for each worker, from the beginning again when there are more workers.
         grace_s: between asking processes to end and SIGKILL; also how long the drain at the end
@@ -27,6 +28,7 @@ class Plan:
     workers: int = 1
     socket: str | None = None
     ram_budget_bytes: int | None = None
+    huge_pages: bool = True
     limits: str | None = None
     devices: tuple[str, ...] = ()
     resident: bool = False

@@ -77,7 +77,7 @@ async def _serve(
     ready: Callable[[], object] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    server = Server(loop, listener, limit)
+    server = Server(loop, listener, limit, huge_pages=config.huge_pages)
     server.recover(others, config.resume_patience_s)
     server.leave_after(config.leave_after_s)
     path = config.socket

@@ -115,7 +115,12 @@ class Server:
     """Everything of one coordinator that touches a socket."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, limit: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        limit: int,
+        *,
+        huge_pages: bool = True,
     ) -> None:
         self._loop = loop
         self._listener = listener
@@ -134,7 +139,7 @@ class Server:
         self._leaving: asyncio.TimerHandle | None = None
         """Set while nobody is here: when this coordinator ends."""
         self._allowed_uids = (os.geteuid(), 0)
-        self._executor = Executor(loop, self, self.feed)
+        self._executor = Executor(loop, self, self.feed, huge_pages=huge_pages)
         self.ledger = new_ledger(time.clock_gettime_ns(time.CLOCK_BOOTTIME), {"ram": limit})
         self.stopped: asyncio.Future[None] = loop.create_future()
         loop.add_reader(listener.fileno(), self._accept)

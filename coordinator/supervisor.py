@@ -179,7 +179,7 @@ class _Group:
             budget = self._plan.ram_budget_bytes
             self._limits[RAM] = default_ram_budget_bytes() if budget is None else budget
         try:
-            self._coordinator.start(self._limits[RAM])
+            self._coordinator.start(self._limits[RAM], huge_pages=self._plan.huge_pages)
         except OSError as error:
             self._fail(CoordinatorLost(f"no coordinator can be started: {error.strerror}"))
         self._publish()

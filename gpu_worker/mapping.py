@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from gpu_worker.pages import fault_in
 from gpu_worker.records import Asked
 from gpu_worker.reentry import free_after_fork, owned
 from shm_store import segment
@@ -81,10 +82,11 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
-    __slots__ = ("__weakref__", "_content", "_whole")
+    __slots__ = ("__weakref__", "_content", "_faulted_in", "_whole")
     __hash__ = object.__hash__  # ctypes takes it away; each is itself
 
     _content: tuple[Manifest, int]
+    _faulted_in: bool
     _whole: Buffer
 
     def hand_out(self) -> Buffer:
@@ -92,6 +94,13 @@ class Buffer(ctypes.Array[ctypes.c_ubyte]):
         handed = type(self).from_buffer(self)
         handed._whole = self
         return handed
+
+    def fault_in(self) -> None:
+        """Have all of it be read soon: see `pages.fault_in`. Done once for each map."""
+        whole = getattr(self, "_whole", self)
+        if not hasattr(whole, "_faulted_in"):
+            whole._faulted_in = True
+            fault_in(ctypes.addressof(whole), round_up(len(whole), PAGE_BYTES))
 
     def content(self) -> tuple[Manifest, int]:
         """Return the manifest, and where tensor bytes begin. Decoded once, kept with the buffer.

@@ -1,4 +1,4 @@
-"""Whether a private map has pages of this process's own: what was edited in place.
+"""The pages of a private map: which are this process's own, and having all of them mapped.
 
 Note on asking the kernel
 fact: a page that was written to in a private map is present or swapped, and of no file
@@ -6,6 +6,16 @@ consequence: the segment's file no longer has what the process sees there
 choice: PAGEMAP_SCAN, which passes over what was never touched; before Linux 6.7 there is
 /proc/self/pagemap, 8 bytes to read for each page, 4 ms per 512 MiB
 cost: a system call before each upload
+
+Note on first reads
+fact: of a memfd in 4 KiB pages each fault maps 16. The first read of 2 GB takes 30,000 faults and
+160 ms, where MADV_POPULATE_READ (Linux 5.14 and newer) maps all in 40. In pages of 2 MiB it takes
+1,000 faults and 1 ms
+consequence: in small pages whoever reads all of it is faster if they are mapped at once; in huge
+ones nothing gets faster, and an attach slower
+choice: look at one page, and if it is small map all, in the calling thread and in bounded steps,
+before anybody has a tensor. A thread beside the reader helped less: both want the same page table
+cost: 20 ms per GB for whoever reads little of it, and 2 MB per GB of page tables at once
 """
 
 from __future__ import annotations
@@ -14,11 +24,17 @@ import ctypes
 import mmap
 import os
 
+STEP_BYTES = 64 * 1024 * 1024
+"""Mapped in one call, for about 1 ms, in which no other thread can map or unmap anything."""
+
+_MADV_POPULATE_READ = 22
+
 _PAGEMAP_SCAN = 0xC0606610
 """_IOWR('f', 16, struct pm_scan_arg), from <linux/fs.h>, and the categories below."""
 _IS_FILE = 1 << 2
 _IS_PRESENT = 1 << 3
 _IS_SWAPPED = 1 << 4
+_IS_HUGE = 1 << 6
 
 _ENTRY_BYTES = 8
 _READ_BYTES = 1 << 20
@@ -54,6 +70,36 @@ class _Scan(ctypes.Structure):
     )
 
 
+def fault_in(address: int, size_bytes: int) -> None:
+    """Map all pages of a private map that has small ones, so that reading them takes no faults.
+
+    Nothing is copied. Where the kernel does not do it, nothing happens.
+
+    Args:
+        address: whole pages, as `size_bytes`.
+    """
+    if _is_huge(address + size_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE):
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for start in range(0, size_bytes, STEP_BYTES):
+        step_bytes = min(STEP_BYTES, size_bytes - start)
+        if madvise(address + start, step_bytes, _MADV_POPULATE_READ):
+            return
+
+
+def _is_huge(address: int) -> bool:
+    """Say whether a page, which is read here, is part of a huge one, as far as is known."""
+    ctypes.c_ubyte.from_address(address).value  # noqa: B018 (what was not read is not mapped)
+    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _scan(fd, address, mmap.PAGESIZE, _IS_HUGE)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
 def any_own(address: int, size_bytes: int) -> bool:
     """Say whether this process has written to a page of a private map of a file.
 
@@ -63,14 +109,14 @@ def any_own(address: int, size_bytes: int) -> bool:
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            return _scan(fd, address, size_bytes)
+            return _scan(fd, address, size_bytes, _IS_PRESENT | _IS_SWAPPED, but=_IS_FILE)
         except OSError:
             return _read(fd, address, size_bytes)
     finally:
         os.close(fd)
 
 
-def _scan(fd: int, address: int, size_bytes: int) -> bool:
+def _scan(fd: int, address: int, size_bytes: int, any_of: int, but: int = 0) -> bool:
     import fcntl  # importing this package works where there is none
 
     region = _Region()
@@ -81,9 +127,9 @@ def _scan(fd: int, address: int, size_bytes: int) -> bool:
         vec=ctypes.addressof(region),
         vec_len=1,
         max_pages=1,
-        category_inverted=_IS_FILE,
-        category_mask=_IS_FILE,
-        category_anyof_mask=_IS_PRESENT | _IS_SWAPPED,
+        category_inverted=but,
+        category_mask=but,
+        category_anyof_mask=any_of,
     )
     return bool(fcntl.ioctl(fd, _PAGEMAP_SCAN, scan) > 0)
 

@@ -401,6 +401,8 @@ class RecordTable:
                     record = None
             if record is not None:
                 return record
+            if wish.device.pool is None:
+                granted.buffer.fault_in()  # elsewhere most of it is never read through the map
             flight.in_skeleton = True
             assembled = module.assemble(
                 key, wish.skeleton, granted.buffer, wish.train, granted.left_s

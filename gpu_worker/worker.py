@@ -198,6 +198,7 @@ class Worker:
         self._table.outdate(ask.key, granted.gen)
         from gpu_worker.tensors import tensors
 
+        granted.buffer.fault_in()
         return tensors(granted.buffer)
 
     def load(

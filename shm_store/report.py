@@ -56,6 +56,13 @@ class GenerationReport(msgspec.Struct, frozen=True):
     """It is never asked for: its process keeps it until it wants it no more."""
     fill: FillReport | None = None
     """How far it is, while it is filled."""
+    huge_bytes: int = 0
+    """Of `size_bytes`, what was in pages of 2 MiB when that was last tried. The kernel may split
+    them again when memory is short."""
+    not_huge: str = ""
+    """Why the rest is not; nothing where there is no rest, or it was not tried (yet)."""
+    collapsed_by: int | None = None
+    """The pid of the coordinator's child that is about to change that."""
 
 
 class PoolReport(msgspec.Struct, frozen=True):

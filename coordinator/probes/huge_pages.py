@@ -10,7 +10,7 @@ import glob
 import os
 import re
 
-from coordinator.backing import lack
+from coordinator.backing import shortage
 from coordinator.probes import maps
 from coordinator.probes.finding import Finding, ok, text_of, warn
 from shm_store.errors import WeightCacheError
@@ -32,7 +32,7 @@ def huge_pages(root: str = "/") -> Finding:
     said = _settings(root)
     if not said:
         return warn(name, "this kernel has no transparent huge pages", "run one that has")
-    if lacking := lack(TRIED_BYTES):
+    if lacking := shortage(TRIED_BYTES):
         return warn(name, f"{said}; not tried: {lacking}", "see memory_cgroup and ram_budget")
     try:
         small_bytes = maps.taken_by_one_page()
@@ -77,7 +77,7 @@ def _settings(root: str) -> str:
 def collapse() -> Finding:
     """Can the pages of a sealed segment be made huge afterwards?"""
     name = "collapse"
-    if lacking := lack(TRIED_BYTES):
+    if lacking := shortage(TRIED_BYTES):
         return warn(name, f"not tried: {lacking}", "see memory_cgroup and ram_budget")
     try:
         with maps.sealed_map(TRIED_BYTES) as address:

@@ -162,7 +162,10 @@ class Checks:
         workers = {worker.pid for worker in self._host.connected}
         return (
             not self.found.windows
-            and not any(one.state in UNDER_WAY or one.waiting for one in books.generations)
+            and not any(
+                one.state in UNDER_WAY or one.waiting or one.collapsed_by
+                for one in books.generations
+            )
             and all(one.connected and not one.waiting_for for one in books.sessions)
             and {one.pid for one in books.sessions} == workers
             and len(books.sessions) == len(workers)

@@ -207,6 +207,9 @@ def test_the_version_is_printed():
         (["--ram-budget", "1GiB", "--socket", "a=b"], {"--socket": "a=b", "--ram-budget": "1GiB"}),
         (["--socket", "a", "--socket", "b"], {"--socket": "b"}),
         (["--leave-after", "1800"], {"--leave-after": "1800"}),
+        (["--no-huge-pages", "--socket", "s"], {"--no-huge-pages": "", "--socket": "s"}),
+        (["--socket", "--no-huge-pages"], None),
+        (["--no-huge-pages=1"], None),
         (["--help"], None),
         (["--socket"], None),
         (["--socket="], None),
@@ -225,12 +228,12 @@ def test_both_readings_of_serve_agree(arguments, expected, monkeypatch):
         return
     read = []
 
-    def run_coordinator(*options: str | None) -> int:
-        read.append(options)
+    def run_coordinator(*options: str | None, huge_pages: bool) -> int:
+        read.append((*options, huge_pages))
         return 0
 
     monkeypatch.setattr(commands, "run_coordinator", run_coordinator)
     with pytest.raises(SystemExit) as ended:
         commands.app(["serve", *arguments], prog_name="weight-cache")
     assert ended.value.code == 0
-    assert read == [tuple(map(expected.get, SERVE_OPTIONS))]
+    assert read == [(*map(expected.get, SERVE_OPTIONS), "--no-huge-pages" not in expected)]

@@ -28,7 +28,7 @@ child = '''
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import backing
-backing.lack = lambda needed_bytes: ""
+backing.shortage = lambda needed_bytes: ""
 sys.exit(backing.main(sys.argv))
 '''
 folder, command = os.path.dirname(backing.__file__), backing.command

@@ -155,7 +155,7 @@ def test_small_segments_that_are_huge_are_a_warning(thp, monkeypatch):
 
 
 def test_where_memory_is_short_none_is_taken(thp, monkeypatch):
-    monkeypatch.setattr(huge_pages, "lack", lambda needed_bytes: "1 MiB left")
+    monkeypatch.setattr(huge_pages, "shortage", lambda needed_bytes: "1 MiB left")
     monkeypatch.setattr(maps, "sealed_map", lambda size: pytest.fail("it was tried"))
     told(huge_pages.huge_pages(thp), "warn", "not tried: 1 MiB left")
     told(huge_pages.collapse(), "warn", "not tried: 1 MiB left")
