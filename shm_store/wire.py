@@ -200,6 +200,16 @@ class Acquire(Message, frozen=True):
     pool: Name = RAM
 
 
+class Receive(Message, frozen=True):
+    """Ask for a lease on `gen`, which another process has mapped, and has sent to this one.
+
+    GRANT answers at once, of what is retired, too; or FAIL, if nobody has it any more.
+    """
+
+    rid: RequestId
+    gen: GenerationId
+
+
 class Charge(Message, frozen=True):
     """Ask for room for private memory of this process. `key` is for people and never matched.
 
@@ -455,7 +465,18 @@ class Fetch(Message, frozen=True):
 
 Held = HeldMap | HeldOnDevice | HeldFill | HeldCharge | Declare
 FromWorker = (
-    Declare | Counts | Acquire | Charge | Cancel | Reserve | Commit | Abort | Release | Ack | Flush
+    Declare
+    | Counts
+    | Acquire
+    | Receive
+    | Charge
+    | Cancel
+    | Reserve
+    | Commit
+    | Abort
+    | Release
+    | Ack
+    | Flush
 )
 FromOperator = Pin | Unpin | Evict | Invalidate | Limit | Copied | Drain | Status
 FromLoader = Reserve | Progress | Commit | Abort
