@@ -60,6 +60,7 @@ from shm_store.wire import (
     Done,
     Filling,
     Invalidate,
+    Receive,
     Reserve,
     Resume,
     Space,
@@ -69,6 +70,7 @@ from shm_store.wire import (
 if TYPE_CHECKING:
     from gpu_worker import publish
     from gpu_worker.device import DeviceSegment
+    from gpu_worker.mapping import Buffer
 
 logger = logging.getLogger("gpu_worker")
 
@@ -79,6 +81,7 @@ GRACE_S = 0.25
 """How much longer than its timeout a caller waits, so that a refusal that says why can win."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
+RECEIVE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0
 SOURCE_NAME_LIMIT = 4096
 POSSIBLE_TIMEOUT_S = 10.0
@@ -102,6 +105,8 @@ class Client:
             patience_s: how long a call waits while no coordinator answers.
         """
         self.path = path
+        self.place = os.path.abspath(path)
+        """Where that is, also for who changes his working directory, or is another process."""
         self.pid = os.getpid()
         self.workers: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._session = Session(path, self.workers, functools.partial(unused, self), patience_s)
@@ -195,6 +200,30 @@ class Client:
                 # In place: an exception from outside could come into a call.
                 fds, request.fds = request.fds, []
                 any(map(os.close, fds))
+
+    def receive(self, gen: GenerationId, key: Key) -> Buffer:
+        """Return the mapped bytes of a generation that another process has sent to this one.
+
+        Raises:
+            ResourceError: it has no generation of this name any more, or was stopped.
+            CoordinatorLost: nobody answers.
+        """
+        self.check_caller()
+        limit_s, patience_s = RECEIVE_TIMEOUT_S, self._session.patience_s
+        request = Request(key, limit_s, limit_s, patience_s)
+        try:
+            self._let_go_first(request, key)
+            self._session.ask(request, lambda rid: Receive(rid, gen))
+            match self._session.next(request):
+                case Granted(_, buffer):
+                    return buffer
+                case step:
+                    raise ProtocolViolation(f"a RECEIVE was answered with {step!r}")
+        except BaseException:
+            self._session.give_up(request)
+            raise
+        finally:
+            self._session.put_away(request)
 
     def prefetch(self, ask: Ask) -> None:
         """Have a source loaded, and leave it to the coordinator. Nobody waits for it here."""

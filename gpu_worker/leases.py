@@ -143,8 +143,10 @@ class Leases:
         import gpu_worker.placement
         import gpu_worker.publish
         import gpu_worker.tensors  # noqa: F401
+        from gpu_worker import sending
         from gpu_worker.mapping import MappingTable
 
+        sending.register()
         self._mappings = MappingTable(self.keeper.queue)
         self.keeper.start()
 
@@ -191,6 +193,18 @@ class Leases:
     def idle(self, gen: GenerationId, record: int) -> None:
         """Hear that the last use of a record, which is watched, has ended. Only enqueues."""
         self.keeper.put(functools.partial(self._look_again, gen, record))
+
+    def hand_out(self, gen: GenerationId) -> Buffer | None:
+        """Return the bytes of a generation that is mapped here, for one more user; else None."""
+        return None if self._mappings is None else self._mappings.hand_out(gen)
+
+    def around(self, address: int, size_bytes: int) -> tuple[Mapping, Buffer] | None:
+        """Return the mapping that these bytes are in, and itself for one more user; else None."""
+        return None if self._mappings is None else self._mappings.around(address, size_bytes)
+
+    def dup_fd(self, gen: GenerationId) -> int | None:
+        """Return an fd of the segment of a generation, the caller's to close; None without one."""
+        return None if self._mappings is None else self._mappings.dup_fd(gen)
 
     def leaving(self, key: Key) -> bool:
         """Say whether weights of `key` are on their way out to make room."""

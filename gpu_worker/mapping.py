@@ -296,6 +296,23 @@ class MappingTable:
         mapping = self._mappings.get(gen)
         return mapping if mapping is not None and mapping.buffer() is not None else None
 
+    def hand_out(self, gen: GenerationId) -> Buffer | None:
+        """Return the bytes of a generation for one more user, if something keeps them."""
+        with self._lock:
+            mapping = self._mappings.get(gen)
+            buffer = None if mapping is None else mapping.buffer()
+            return None if mapping is None or buffer is None else mapping.hand_out(buffer)
+
+    def around(self, address: int, size_bytes: int) -> tuple[Mapping, Buffer] | None:
+        """Return the mapping that these bytes are in, and itself for one more user of it."""
+        with self._lock:
+            for mapping in self._mappings.values():
+                offset = address - mapping.address
+                if 0 <= offset <= mapping.size_bytes - size_bytes:
+                    buffer = mapping.buffer()
+                    return None if buffer is None else (mapping, mapping.hand_out(buffer))
+        return None
+
     def asked(self, gen: GenerationId) -> Asked:
         """Return what the coordinator has asked of the lease on a generation."""
         mapping = self._mappings.get(gen)

@@ -207,6 +207,16 @@ class Acquire(Message, frozen=True):
     reading: Reading = AS_IT_IS
 
 
+class Receive(Message, frozen=True):
+    """Ask for a lease on `gen`, which another process has mapped, and has sent to this one.
+
+    GRANT answers at once, of what is retired, too; or FAIL, if nobody has it any more.
+    """
+
+    rid: RequestId
+    gen: GenerationId
+
+
 class Charge(Message, frozen=True):
     """Ask for room for private memory of this process. `key` is for people and never matched.
 
@@ -464,6 +474,7 @@ FromWorker = (
     Declare
     | Counts
     | Acquire
+    | Receive
     | Charge
     | Cancel
     | Reserve

@@ -54,6 +54,7 @@ from shm_store.wire import (
     Limit,
     Pin,
     Progress,
+    Receive,
     Release,
     Report,
     Reserve,
@@ -115,6 +116,8 @@ def _said(turn: Turn, event: Said) -> None:
     match message:
         case Acquire():
             admission.acquire(turn, session.id, message, event.fingerprint)
+        case Receive():
+            lifecycle.receive(turn, session.id, message)
         case Charge():
             admission.charge(turn, session.id, message)
         case Declare():

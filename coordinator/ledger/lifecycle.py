@@ -17,7 +17,13 @@ from coordinator.ledger.state import (
     State,
 )
 from coordinator.ledger.turn import Turn
-from shm_store.errors import BackingFailed, Cancelled, FillFailed, SegmentRefused
+from shm_store.errors import (
+    BackingFailed,
+    Cancelled,
+    FillFailed,
+    ResourceError,
+    SegmentRefused,
+)
 from shm_store.keys import GenerationId, Key, SessionId, version_fingerprint
 from shm_store.pace import Pace
 from shm_store.wire import (
@@ -27,6 +33,7 @@ from shm_store.wire import (
     Ack,
     Declare,
     Progress,
+    Receive,
     Release,
     Space,
 )
@@ -242,6 +249,26 @@ def release(turn: Turn, session: SessionId, message: Release) -> None:
     lease = generation.leases.get(session)
     if lease is not None and lease.id == message.lease:
         turn.end_lease(session, generation)
+
+
+def receive(turn: Turn, session: SessionId, message: Receive) -> None:
+    """Grant what another process has sent to this one, whatever its key has by now.
+
+    It does not wait for those who lack room, as a hit would: who sent it keeps it until this is
+    answered, so waiting would free nothing.
+    """
+    generation = turn.ledger.generations.get(message.gen)
+    if generation is None or generation.private or generation.pool != RAM:
+        generation = None
+    if generation is None or generation.state not in LEASABLE:
+        error = ResourceError(
+            f"nobody has generation {message.gen} any more, which was sent to this process",
+            remedy="have the sender keep it, and live, until it was received",
+        )
+        turn.refuse(session, message.rid, error)
+        return
+    facts = (generation.key, generation.fingerprint, None, 0.0, turn.now_s)
+    turn.grant(Request(session, message.rid, *facts), generation)
 
 
 def freed(turn: Turn, gen: GenerationId) -> None:

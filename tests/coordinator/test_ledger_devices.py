@@ -22,6 +22,7 @@ from shm_store.wire import (
     HeldCharge,
     Invalidate,
     Limit,
+    Receive,
     Revoke,
 )
 from tests.coordinator.ledger_world import World
@@ -354,3 +355,14 @@ class TestShared:
         assert world.state(b) is State.FREEING and lease in world.leases(a).values()
         charge(world, 2, 50)
         assert (world.state(kept), world.state(goes)) == (State.READY, State.FREEING)
+
+    def test_it_is_not_received_from_another_process(self):
+        """What a device has is mapped by its driver. Torch sends it in its own way."""
+        world = with_device(100)
+        host, _ = world.have(1, "a", 400)
+        there = self.copied(world, 1, host, "a")
+        rid = world.rid(2)
+        world.say(2, Receive(rid, there))
+        answer = world.answer(2, rid)
+        assert isinstance(answer, Fail) and answer.cause.code == "resource"
+        assert world.leases(there) == {}

@@ -13,6 +13,7 @@ from coordinator.ledger.state import Generation, Ledger, Request
 from shm_store.keys import GenerationId
 from shm_store.wire import RAM, Acquire, Message
 from tests.exploration.model import System
+from tests.exploration.parts import Parcel
 from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 
@@ -43,6 +44,7 @@ def canonical(system: System) -> tuple[Any, ...]:
         tuple(sorted((key, gens[gen]) for key, gen in host.ready.items())),
         tuple(sorted(gens[gen] for gen in host.over if gen in gens)),
         tuple(sorted((gens[gen], size) for gen, size in host.draining.items())),
+        tuple(_parcel(parcel, system, gens) for parcel in host.parcels),
     )
 
 
@@ -50,6 +52,7 @@ def _generations(system: System) -> Iterable[GenerationId]:
     known = set(system.host.ledger.generations) | set(system.host.loaders)
     known |= {gen for _, gen in system.host.jobs} | set(system.host.store)
     known |= set(system.host.draining)
+    known |= {parcel.gen for parcel in system.host.parcels}
     known |= set(system.host.ready.values())
     known |= {
         _copied(generation.fingerprint)
@@ -72,6 +75,12 @@ def _generations(system: System) -> Iterable[GenerationId]:
                 known.add(thread.gen)
         known |= {record.generation for record in _records(worker)}
     return known
+
+
+def _parcel(parcel: Parcel, system: System, gens: dict[str, int]) -> tuple[Any, ...]:
+    mappings = system.workers[parcel.sender].mappings
+    kept = None if parcel.mapping is None else mappings.index(parcel.mapping)
+    return gens[parcel.gen], parcel.key, parcel.sender, kept, parcel.taken
 
 
 def _copied(fingerprint: str) -> GenerationId:
@@ -229,6 +238,7 @@ def _thread(
         ranks[thread.rid],
         gens.get(thread.gen or ""),
         numbers.get(id(thread.mapping)),
+        thread.parcel is not None and gens[thread.parcel.gen],
         tuple((key, claims.get(claim)) for key, claim in sorted(thread.claims.items())),
         tuple((key, numbers.get(id(m))) for key, m in sorted(thread.kept.items())),
         tuple((gens[gen], ranks[lease]) for gen, lease in thread.charges),

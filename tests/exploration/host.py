@@ -45,8 +45,8 @@ from coordinator.ledger.events import (
 from coordinator.ledger.state import OTHERS, State
 from shm_store.errors import SourceChanged
 from shm_store.keys import GenerationId
-from shm_store.wire import RAM, Abort, Acquire, Cause, Commit, Filling, Invalidate, Reserve
-from tests.exploration.parts import FOREVER_S, Action, Violation, World
+from shm_store.wire import RAM, Abort, Acquire, Cause, Commit, Filling, Invalidate, Receive, Reserve
+from tests.exploration.parts import FOREVER_S, Action, Parcel, Violation, World
 
 if TYPE_CHECKING:
     from tests.exploration.worker import Worker
@@ -67,6 +67,7 @@ class Host:
         ready: what was READY when a coordinator died, by key, until somebody retires it.
         over: what was retired, and may not be READY again.
         draining: bytes on devices of processes that ended, which those have not given back yet.
+        parcels: what was sent from one process to another, and not received yet.
     """
 
     def __init__(self, world: World) -> None:
@@ -87,6 +88,7 @@ class Host:
         self.ready: dict[str, GenerationId] = {}
         self.over: set[GenerationId] = set()
         self.draining: dict[GenerationId, int] = {}
+        self.parcels: list[Parcel] = []
 
     def attach(self, workers: list[Worker]) -> None:
         """Let all workers attach. The session of each is its place in the list."""
@@ -134,6 +136,22 @@ class Host:
         if isinstance(message, Invalidate) and asked is not None:
             asked.retires = tuple(g.id for g in self.ledger.of_key(message.key))
         self.feed(Said(session, message, fingerprint))
+        if isinstance(message, Receive):
+            self._check_received(session, message)
+
+    def _check_received(self, session: int, message: Receive) -> None:
+        """What is under way is had by who receives it, unless nobody can say that it is there."""
+        leased = (
+            session in self.ledger.generations[message.gen].leases
+            if (message.gen in self.ledger.generations)
+            else False
+        )
+        if leased:
+            return
+        for parcel in self.parcels:
+            sender = self.workers[parcel.sender]
+            if parcel.gen == message.gen and parcel.taken and sender.alive and sender.connected:
+                raise Violation(f"{session} cannot have {message.gen}, which is under way to it")
 
     def do_pidfd(self, session: int) -> None:
         self.feed(SessionEnded(session))

@@ -16,15 +16,15 @@ import coordinator.ledger as heart
 from coordinator.ledger import admission, eviction, lifecycle, recovery
 from coordinator.ledger import turn as turn_of_ledger
 from coordinator.ledger.events import Unkeep
-from coordinator.ledger.state import LEASABLE, State
+from coordinator.ledger.state import LEASABLE, Request, State
 from coordinator.ledger.turn import Turn
 from gpu_worker.records import Records
 from shm_store.errors import Cancelled
-from shm_store.keys import RequestId, generation_id
-from shm_store.wire import RAM
+from shm_store.keys import RequestId, SessionId, generation_id
+from shm_store.wire import RAM, Receive
 from tests.exploration.explore import Explored, explore
 from tests.exploration.host import Host
-from tests.exploration.parts import Resident
+from tests.exploration.parts import Op, Parcel, Resident
 from tests.exploration.thread import Thread
 from tests.exploration.worker import Worker
 from tests.exploration.worlds import SMALL
@@ -345,6 +345,20 @@ def _begins_anew(start_ns: int, counter: int) -> str:
     return generation_id(1, counter)
 
 
+def _receives_as_a_hit(turn: Turn, session: SessionId, message: Receive) -> None:
+    generation = turn.ledger.generations[message.gen]
+    facts = (generation.key, generation.fingerprint, None, 0.0, turn.now_s)
+    admission.seat(turn, Request(session, message.rid, *facts), doomed=False, deaths=0)
+
+
+def _keeps_nothing_that_it_has_sent(self: Thread, op: Op) -> None:
+    mapping = self.kept.get(op.key)
+    if mapping is not None:
+        parcel = Parcel(mapping.gen, op.key, self.worker.session, None)
+        self.worker.host.parcels.append(parcel)
+    self.next()
+
+
 MUTANTS = [
     Mutant(
         1,
@@ -663,6 +677,30 @@ MUTANTS = [
         Worker,
         "_stated_maps",
         _states_nothing_on_devices,
+    ),
+    Mutant(
+        33,
+        "what is retired cannot be received",
+        "sent, and retired on its way",
+        lifecycle,
+        "LEASABLE",
+        (State.READY,),
+    ),
+    Mutant(
+        33,
+        "what was sent waits for room as a hit does",
+        "sent, while another waits for room",
+        lifecycle,
+        "receive",
+        _receives_as_a_hit,
+    ),
+    Mutant(
+        33,
+        "a sender lets go of what is under way",
+        "sent, and retired on its way",
+        Thread,
+        "_send",
+        _keeps_nothing_that_it_has_sent,
     ),
     Mutant(
         25,

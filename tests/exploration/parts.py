@@ -47,8 +47,9 @@ class Op:
     """One step of a thread's program.
 
     what: use (claim a module and end that), hold and end (the same in two steps), state and drop
-    (tensors of its own), charge and uncharge, lock and unlock (bring a module to a device, where it
-    stays until it is asked for), evict, invalidate, limit, pin, unpin, shutdown.
+    (tensors of its own), send and receive (such tensors, to whoever is first), charge and uncharge,
+    lock and unlock (bring a module to a device, where it stays until it is asked for), evict,
+    invalidate, limit, pin, unpin, shutdown.
     shared: what is locked lies there in memory that all processes have, and was claimed before.
     """
 
@@ -105,6 +106,22 @@ class Mapping:
     asked: str = ""
     watched: bool = False
     """Tensors that a thread has for itself: their end is told."""
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """Tensors on their way from one process to another.
+
+    Attributes:
+        mapping: the sender's, which keeps it until this is received; None once that is dead.
+        taken: somebody is receiving it.
+    """
+
+    gen: GenerationId
+    key: str
+    sender: int
+    mapping: Mapping | None
+    taken: bool = False
 
 
 @dataclass(slots=True, eq=False)

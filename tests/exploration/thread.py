@@ -19,11 +19,12 @@ from shm_store.wire import (
     Invalidate,
     Limit,
     Pin,
+    Receive,
     Release,
     Reserve,
     Unpin,
 )
-from tests.exploration.parts import FOREVER_S, QUEUE, Mapping, Op, Program, Resident
+from tests.exploration.parts import FOREVER_S, QUEUE, Mapping, Op, Parcel, Program, Resident
 
 if TYPE_CHECKING:
     from tests.exploration.worker import Worker
@@ -34,7 +35,7 @@ class Thread:
     """Where a thread is in its program, and what it has.
 
     Attributes:
-        rid, gen, mapping: of the load that it is at.
+        rid, gen, mapping: of the load that it is at; parcel: of what it is receiving.
         claims: by key; `kept` are tensors of its own, and `charges` private memory; `residents` by
             key what it has on a device.
     """
@@ -46,6 +47,7 @@ class Thread:
     rid: int = 0
     gen: GenerationId | None = None
     mapping: Mapping | None = None
+    parcel: Parcel | None = None
     claims: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Mapping] = field(default_factory=dict)
     charges: list[tuple[GenerationId, int]] = field(default_factory=list)
@@ -70,7 +72,9 @@ class Thread:
         op = self.op
         if self.phase == "flight" and op.key in worker.flights:
             return False
-        if self.phase in ("start", "flight") and op.what in ("use", "hold", "state"):
+        if self.phase == "start" and op.what == "receive" and self._arrived(op) is None:
+            return False
+        if self.phase in ("start", "flight") and op.what in ("use", "hold", "state", "receive"):
             return worker.may_ask(op)
         return True
 
@@ -86,12 +90,17 @@ class Thread:
         if self.op.what in ("use", "hold", "state"):
             self.gen = None
             self.worker.ask(self._acquire(self.op), self)
+        elif self.parcel is not None:
+            self.worker.ask(Receive(self.worker.next_rid(), self.parcel.gen), self)
         else:
             self._start(self.op)
 
     def next(self) -> None:
         """Come to the next op, or to the end of the program."""
         program = self.program
+        if self.parcel is not None:
+            self.worker.host.parcels.remove(self.parcel)
+            self.parcel = None
         self.pc += 1
         self.phase, self.gen, self.mapping, self.rid = "start", None, None, 0
         if self.pc == len(program.ops):
@@ -101,7 +110,7 @@ class Thread:
 
     def end(self) -> None:
         """Its process has died."""
-        self.phase, self.mapping, self.gen = "over", None, None
+        self.phase, self.mapping, self.gen, self.parcel = "over", None, None, None
         self.claims, self.kept, self.charges, self.residents = {}, {}, [], {}
 
     def land(self) -> None:
@@ -147,6 +156,10 @@ class Thread:
                 self._start_load(op)
             case "state":
                 worker.ask(self._acquire(op), self)
+            case "send":
+                self._send(op)
+            case "receive":
+                self._receive(op)
             case "prefetch":
                 worker.ask(self._acquire(op), None)
                 self.next()
@@ -193,6 +206,30 @@ class Thread:
                 self.next()
             case what:
                 raise AssertionError(what)
+
+    def _send(self, op: Op) -> None:
+        """Send tensors of its own, if it has them. They are kept until they are received."""
+        mapping = self.kept.get(op.key)
+        if mapping is not None:
+            parcel = Parcel(mapping.gen, op.key, self.worker.session, mapping)
+            self.worker.host.parcels.append(parcel)
+        self.next()
+
+    def _arrived(self, op: Op) -> Parcel | None:
+        parcels = self.worker.host.parcels
+        return next((one for one in parcels if one.key == op.key and not one.taken), None)
+
+    def _receive(self, op: Op) -> None:
+        """Have what was sent: by the map that is here, or by a lease on its generation."""
+        worker, parcel = self.worker, self._arrived(op)
+        assert parcel is not None
+        self.parcel, parcel.taken = parcel, True
+        mapping = worker.table.get(parcel.gen)
+        if mapping is not None and worker._lives(mapping):
+            self.kept[op.key] = mapping
+            self.next()
+        else:
+            worker.ask(Receive(worker.next_rid(), parcel.gen), self)
 
     def _lock(self, op: Op) -> None:
         resident, copy_of = self.residents.get(op.key), self.copy_of
@@ -242,6 +279,10 @@ class Thread:
 
     def _has_bytes(self, op: Op) -> None:
         records, mapping = self.worker.records, self.mapping
+        if op.what == "receive":
+            self.kept[op.key] = mapping
+            self.next()
+            return
         if op.what == "state":
             records.outdate(op.key, mapping.gen)
             self.kept[op.key] = mapping

@@ -329,7 +329,8 @@ class Worker:
 
     def _is_handed_out(self, mapping: Mapping) -> bool:
         """Say whether a thread has it: as tensors of its own, or for a record it is to make."""
-        return any(
+        under_way = any(parcel.mapping is mapping for parcel in self.host.parcels)
+        return under_way or any(
             thread.mapping is mapping or any(kept is mapping for kept in thread.kept.values())
             for thread in self.threads
         )
@@ -348,6 +349,9 @@ class Worker:
         self.requests, self.flights, self.said = {}, {}, []
         for thread in self.threads:
             thread.end()
+        for parcel in self.host.parcels:
+            if parcel.sender == self.session:
+                parcel.mapping = None
 
     def on_device(self) -> dict[GenerationId, int]:
         """Return the bytes of every generation that it has on the device, or fills there."""

@@ -106,6 +106,54 @@ SMALL = [
         A,
         slow=frozenset({"free"}),
     ),
+    World(
+        "sent, and let go of",
+        (
+            (once(op("state", "a"), op("send", "a"), op("drop", "a")),),
+            (once(op("receive", "a"), op("drop", "a")),),
+        ),
+        A,
+        slow=frozenset({"free"}),
+    ),
+    World(
+        "sent, and retired on its way",
+        (
+            (once(op("state", "a"), op("send", "a"), op("drop", "a")),),
+            (once(op("receive", "a"), op("drop", "a")),),
+            (once(op("invalidate", "a")),),
+        ),
+        A,
+        slow=frozenset({"free"}),
+    ),
+    World(
+        "sent, while another waits for room",
+        (
+            (once(op("state", "a"), op("send", "a"), op("drop", "a")),),
+            (once(op("receive", "a"), op("drop", "a")),),
+            (once(use("b")),),
+        ),
+        B,
+    ),
+    World(
+        "sent, and one dies",
+        (
+            (once(op("state", "a"), op("send", "a"), op("drop", "a")),),
+            (once(op("receive", "a"), op("drop", "a")),),
+        ),
+        A,
+        faults={"die": 1, "disconnect": 1},
+        resumes=True,
+    ),
+    World(
+        "crash: sent",
+        (
+            (once(op("state", "a"), op("send", "a"), op("drop", "a")),),
+            (once(op("receive", "a"), op("drop", "a")),),
+        ),
+        A,
+        faults={"crash": 1},
+        resumes=True,
+    ),
     World("evict and load", ((once(use("a"), op("evict", "a"), use("a")),), (once(use("a")),)), A),
     World(
         "shutdown in flight",
