@@ -846,9 +846,9 @@ class TestOtherThreads:
                     entered.set()
                     over.wait()
                 return skeleton()
-            def steps(left_s, pid):
+            def steps(*given):
                 global child
-                for step_s in waits.steps(left_s, pid):
+                for step_s in waits.steps(*given):
                     if child is None and threading.current_thread() is threading.main_thread():
                         child = os.fork()
                         if not child:
