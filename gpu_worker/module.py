@@ -31,6 +31,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -38,9 +39,10 @@ from accelerate import init_empty_weights
 from gpu_worker.load_lock import load_lock
 from gpu_worker.mapping import Buffer
 from gpu_worker.tensors import entries, tensors
+from gpu_worker.wrappers import plain_parts
 from shm_store.errors import ArgumentRefused, LoadTimeout, WeightsMissing, listed
 from shm_store.keys import Key
-from shm_store.manifest import Kind
+from shm_store.manifest import NON_PERSISTENT
 
 _MISMATCH = re.compile(
     r"size mismatch for (.+): copying a param with shape torch\.Size\((.+)\) from checkpoint, "
@@ -96,7 +98,7 @@ def assemble(
     apart = {
         entry.name: state.pop(entry.name)
         for entry in entries(buffer)
-        if entry.kind is Kind.NON_PERSISTENT_BUFFER
+        if entry.kind in NON_PERSISTENT
     }
     address = ctypes.addressof(buffer)
     region = range(address, address + len(buffer))
@@ -141,24 +143,16 @@ def held_bytes(module: torch.nn.Module) -> int:
     """Return the bytes of memory that the tensors of `module` keep, each storage once."""
     storages = {}
     for named in _named(module).values():
-        for tensor in _plain(named):
+        for tensor in plain_parts(named):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor subclass is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in _plain(getattr(tensor, name))]
-
-
 def _construct(
     key: Key,
     skeleton: Callable[[], torch.nn.Module],
-    state: dict[str, torch.Tensor],
+    state: dict[str, Any],
     apart: dict[str, torch.Tensor],
     region: range,
 ) -> tuple[torch.nn.Module, list[str]]:
@@ -172,7 +166,7 @@ def _construct(
     _tie_equal(module, region)
     _tie_as_built(module, ties, region)
     # By object: a tie may move what it ties, as transformers does when it pads a bias.
-    held = [tensor for tensor in _named(module).values() if tensor.data_ptr() in region]
+    held = [tensor for tensor in _named(module).values() if _lies_in(tensor, region)]
     _tie_by_method(module, missing)
     _refuse_incomplete(key, module, missing, held, unexpected)
     module.requires_grad_(False)
@@ -217,7 +211,7 @@ def _check_module(made: object) -> None:
 
 
 def _assign(
-    key: Key, module: torch.nn.Module, state: dict[str, torch.Tensor]
+    key: Key, module: torch.nn.Module, state: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Give the module its weights; return the names it lacks and those it does not know."""
     try:
@@ -269,10 +263,8 @@ def _tie_equal(module: torch.nn.Module, region: range) -> None:
     """Make one parameter of those that are the same tensor of the weights."""
     first: dict[tuple[object, ...], torch.nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if parameter.data_ptr() in region:
-            tied = first.setdefault(
-                (parameter.data_ptr(), parameter.dtype, _geometry(parameter)), parameter
-            )
+        if _lies_in(parameter, region):
+            tied = first.setdefault(_bytes(parameter), parameter)
             if tied is not parameter:
                 _replace(module, name, tied)
 
@@ -284,7 +276,7 @@ def _tie_as_built(module: torch.nn.Module, ties: list[list[str]], region: range)
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for names in ties:
-        held = [name for name in names if parameters[name].data_ptr() in region]
+        held = [name for name in names if _lies_in(parameters[name], region)]
         for name in names:
             if held and name not in held:
                 _replace(module, name, parameters[held[0]])
@@ -337,6 +329,20 @@ def _named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common only if they are the same bytes in the same form."""
+    parts = plain_parts(tensor)
+    if any(part is tensor for part in parts):
+        return tensor.data_ptr(), tensor.dtype, _geometry(tensor)
+    made_of = ((part.data_ptr(), part.dtype, _geometry(part)) for part in parts)
+    return type(tensor), tensor.layout, tensor.dtype, tensor.shape, *made_of
+
+
+def _lies_in(tensor: torch.Tensor, region: range) -> bool:
+    """Say whether a tensor, or something that it is made of, has its bytes in `region`."""
+    return any(part.data_ptr() in region for part in plain_parts(tensor))
 
 
 def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -35,7 +34,8 @@ from gpu_worker.mapping import Buffer
 from gpu_worker.read_only import Guard, written_by_use
 from gpu_worker.residency import Plan, layout, partial, passes
 from gpu_worker.streaming import Streaming
-from gpu_worker.tensors import tensors
+from gpu_worker.tensors import plain_tensors
+from gpu_worker.wrappers import flatten, is_wrapper, plain_parts, unflatten
 from shm_store.errors import ArgumentRefused, BudgetExceeded, WeightsMissing, listed
 from shm_store.keys import Key
 from shm_store.report import size_text
@@ -76,7 +76,7 @@ class _Moved:
 
     def memories(self) -> list[torch.UntypedStorage]:
         """Return the memory on the host that it lies in, where there is some."""
-        plain = [one.untyped_storage() for one in _plain(self.home)]
+        plain = [one.untyped_storage() for one in plain_parts(self.home)]
         return [memory for memory in plain if memory.nbytes()]
 
 
@@ -131,7 +131,7 @@ class Group:
         replaced = [
             one
             for one in self._moved
-            if not _is_wrapper(one.tensor) and not _same(one.tensor, one.home)
+            if not is_wrapper(one.tensor) and not _same(one.tensor, one.home)
         ]
         for one in replaced:
             one.home = one.tensor.detach()
@@ -162,12 +162,12 @@ class Group:
                 moved.there = self._there(moved.home)
             for moved in self._moved:
                 assert moved.there is not None
-                if _is_wrapper(moved.tensor):
+                if is_wrapper(moved.tensor):
                     _swap(moved, moved.there)
                     moved.swapped = True
                 else:
                     moved.tensor.data = moved.there
-                moved.inner = _plain(moved.tensor)
+                moved.inner = plain_parts(moved.tensor)
                 moved.version = _version(moved)
         for storage in self._order:
             storage.there = None
@@ -178,7 +178,7 @@ class Group:
             plain.untyped_storage().data_ptr()
             for moved in self._moved
             if moved.there is not None
-            for plain in _plain(moved.there)
+            for plain in plain_parts(moved.there)
         }
         with torch.inference_mode(False), torch.no_grad():
             for moved in self._moved:
@@ -197,6 +197,7 @@ class Group:
                 there, moved.there = moved.there, None
                 if there is not None and moved.swapped:
                     _swap(moved, there)
+                    moved.there = None
                     kept.append(there)
                 elif there is not None:
                     kept += [there, moved.tensor.data]
@@ -240,6 +241,7 @@ class Group:
             if _version(moved) != moved.version:
                 _copy_back(there_now=tensor, home=there)
             _swap(moved, there)
+            moved.there = None  # what was swapped out is what is on the device
         elif not _same(tensor, there):  # the user's own, by now
             if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in lent:
                 tensor.data = tensor.data.to("cpu", copy=True)
@@ -251,14 +253,10 @@ class Group:
 
     def _there(self, home: torch.Tensor) -> torch.Tensor:
         """Return the twin of a tensor on the device, with its strides."""
-        if _is_wrapper(home):
-            names, context = home.__tensor_flatten__()  # type: ignore[attr-defined]
+        if is_wrapper(home):
+            names, context = flatten(home)
             inner = {name: self._there(getattr(home, name)) for name in names}
-            kind: Any = type(home)
-            twin: torch.Tensor = kind.__tensor_unflatten__(
-                inner, context, home.size(), home.stride()
-            )
-            return twin
+            return unflatten(type(home), inner, context, home.size(), home.stride())
         memory, device = home.untyped_storage(), self._device.torch_device
         if not memory.nbytes():
             return torch.empty_strided(home.size(), home.stride(), dtype=home.dtype, device=device)
@@ -302,12 +300,13 @@ class Placement:
             for name, tensor in _unique(module)
             if tensor.device.type in ("cpu", "meta")
         }
-        unfit = [one.name for one in moved.values() if not all(map(_is_plain, _plain(one.home)))]
+        unfit = [one.name for one in moved.values() if not _can_move(one.home)]
         if unfit:
             raise ArgumentRefused(
                 f"{len(unfit)} tensor(s) of the module have no memory that could be moved: "
                 f"{listed(unfit)}",
-                remedy="materialise what is on the meta device, and make sparse tensors dense",
+                remedy="materialise what is on the meta device; make sparse tensors dense, and "
+                "dequantise what has a legacy quantised dtype; or load it with device='cpu'",
             )
         own: list[_Moved] = []
         others: list[_Moved] = []
@@ -386,7 +385,7 @@ class Placement:
         What lies elsewhere stays: it is this process's own. So does what is made of other tensors.
         """
         for group in self._groups():
-            group.give_up(tensors(weights))
+            group.give_up(plain_tensors(weights))
 
     def take_back(self, weights: Buffer) -> None:
         """Have everything lie on the host again, what was given up in `weights`.
@@ -395,7 +394,7 @@ class Placement:
             WeightsMissing: these lack some of it.
         """
         for group in self._groups():
-            group.take_back(tensors(weights))
+            group.take_back(plain_tensors(weights))
 
     def abandon(self) -> list[object]:
         """Have every tensor lie on the host again, whatever was edited; return what is there.
@@ -425,7 +424,7 @@ class Placement:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return where the memory begins that a tensor is made of; 0 if it has none."""
-    return next((one.untyped_storage().data_ptr() for one in _plain(tensor)), 0)
+    return next((one.untyped_storage().data_ptr() for one in plain_parts(tensor)), 0)
 
 
 def _lies_in(moved: _Moved, segment: Segment) -> bool:
@@ -487,19 +486,10 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
-
-
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor is made of."""
-    if not _is_wrapper(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [plain for name in names for plain in _plain(getattr(tensor, name))]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _can_move(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor, or all that a wrapper is made of, is plain memory."""
+    if is_wrapper(tensor):
+        return all(_can_move(getattr(tensor, name)) for name in flatten(tensor)[0])
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     return strided and not tensor.is_meta
 
@@ -522,7 +512,7 @@ def _version(moved: _Moved) -> int:
 
 def _copy_back(there_now: torch.Tensor, home: torch.Tensor) -> None:
     """Bring an edit to the host, where it is this process's own."""
-    for changed, kept in zip(_plain(there_now), _plain(home), strict=True):
+    for changed, kept in zip(plain_parts(there_now), plain_parts(home), strict=True):
         if changed.shape == kept.shape:
             kept.copy_(changed)
 

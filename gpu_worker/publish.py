@@ -5,6 +5,8 @@ Rules:
 - Bytes are exact, whatever the dtype; shapes, strides and ties come out as they went in.
 - Tensors whose bytes overlap in one storage are an alias group and keep their strides. Any other
   tensor takes only its own bytes, however big the storage it is a view of.
+- What is not a plain tensor is held as an encoded value, and the tensors in it as any other tensor,
+  see `held_values`.
 - What cannot be held exactly is refused by name, before anything is reserved.
 - Memory is written from where it is. What must be gathered first (from another device, from between
   gaps, or because it is conjugated or negated when read) is gathered one group at a time.
@@ -18,23 +20,25 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from gpu_worker.dtypes import NAMES
+from gpu_worker.held_values import Parts, is_made_of_others
+from gpu_worker.wrappers import PLAIN_TYPES
 from shm_store import segment
 from shm_store.errors import ArgumentRefused, SegmentRefused, TensorRefused
 from shm_store.layout import extent_elements, place, segment_bytes
 from shm_store.manifest import (
     NATURAL_LIMIT,
+    PLAIN_KINDS,
     GroupEntry,
     Kind,
     Manifest,
     TensorEntry,
     encode_manifest,
 )
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 STEP_BYTES = 32 * 1024 * 1024
 """So much is written between two words about it."""
@@ -85,7 +89,23 @@ class Gathered:
         _write_memory(fd, dense.data_ptr(), self.size_bytes, offset_bytes, written)
 
 
-Group = Span | Gathered
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A group that is the bytes of an encoded value."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def write(self, fd: int, offset_bytes: int, written: Written) -> None:
+        """Write them at `offset_bytes`."""
+        segment.write_at(fd, memoryview(self.data), offset_bytes)
+        written(len(self.data))
+
+
+Group = Span | Gathered | Encoded
 
 
 @dataclass(slots=True)
@@ -128,15 +148,27 @@ class _Entry:
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An entry that is no plain tensor."""
+
+    name: str
+    data: bytes
+    kind: Kind
+
+
 _View = tuple[tuple[int, ...], int]
 """What a tensor is in its group: its strides there, and its offset in bytes."""
 
 
-def plan(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Plan:
+def plan(weights: torch.nn.Module | Mapping[str, Any]) -> Plan:
     """Decide where the tensors of `weights` go in a segment. Reads none of their bytes.
 
+    Values that are no tensors are encoded here already.
+
     Args:
-        weights: a module (its parameters and all its buffers), or a state dict. Any device.
+        weights: a module (its parameters, all its buffers and its extra state), or a state dict.
+            Any device.
 
     Returns:
         The plan, for one `fill`. Until then it keeps the tensors, and they must not change.
@@ -146,24 +178,27 @@ def plan(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Plan:
         ArgumentRefused: `weights` is neither a module nor a state dict.
     """
     entries = _entries(weights)
-    groups: list[Group] = []
-    views: dict[int, tuple[int, _View]] = {}
-    for members in _alias_groups(entries):
-        group, member_views = _lay_out([entries[index] for index in members])
-        for index, view in zip(members, member_views, strict=True):
-            views[index] = len(groups), view
-        groups.append(group)
-    offsets, data_bytes = place(group.size_bytes for group in groups)
+    groups, views = _grouped([entry for entry in entries if isinstance(entry, _Entry)])
+    encoded: dict[bytes, int] = {}
     tensors = []
-    for index, entry in enumerate(entries):
-        number, (strides, offset_bytes) = views[index]
-        dtype, shape = NAMES[entry.tensor.dtype], tuple(entry.tensor.shape)
+    for entry in entries:
+        if isinstance(entry, _Entry):
+            number, (strides, offset_bytes) = views[entry.name]
+            dtype, shape = NAMES[entry.tensor.dtype], tuple(entry.tensor.shape)
+        else:
+            dtype, shape, strides, offset_bytes = "U8", (len(entry.data),), (1,), 0
+            # By the same bytes a tensor under two names is known, and made once.
+            number = encoded.setdefault(entry.data, len(groups))
+            if number == len(groups):
+                groups.append(Encoded(entry.data))
         tensors.append(
             TensorEntry(entry.name, dtype, shape, strides, number, offset_bytes, entry.kind)
         )
+    offsets, data_bytes = place(group.size_bytes for group in groups)
     placed = list(zip(offsets, groups, strict=True))
     table = tuple(GroupEntry(at_bytes, group.size_bytes) for at_bytes, group in placed)
-    manifest = encode_manifest(Manifest(tuple(tensors), table))
+    beyond = sum(entry.kind not in PLAIN_KINDS for entry in entries)
+    manifest = encode_manifest(Manifest(tuple(tensors), table, beyond=beyond))
     return Plan(manifest, segment_bytes(len(manifest), data_bytes), placed)
 
 
@@ -196,10 +231,31 @@ def fill(fd: int, plan: Plan, written: Written = lambda size_bytes: None) -> Non
         plan.groups.clear()
 
 
-def _entries(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[_Entry]:
-    """Name everything that is to be held, in state-dict order; then non-persistent buffers."""
+def _entries(weights: torch.nn.Module | Mapping[str, Any]) -> list[_Entry | _Value]:
+    """Name everything that is to be held, in state-dict order; then non-persistent buffers.
+
+    What values are made of is behind all that.
+    """
+    named = _named(weights)
+    parts = Parts([name for name, _, _ in named], refusal)
+    entries: list[_Entry | _Value] = []
+    for name, value, kind in named:
+        if isinstance(value, torch.Tensor) and not is_made_of_others(value):
+            why = refusal(value)
+            if why is not None:
+                raise TensorRefused(name, why[0], remedy=why[1])
+            entries.append(_Entry(name, value, kind))
+        else:
+            entries.append(_value(name, value, kind, parts, weights))
+    entries += [_Entry(name, tensor, Kind.INNER) for name, tensor in parts.tensors]
+    if len({entry.name for entry in entries}) != len(entries):
+        raise ArgumentRefused("the state dict names a tensor twice")
+    return entries
+
+
+def _named(weights: torch.nn.Module | Mapping[str, Any]) -> list[tuple[str, Any, Kind]]:
     if isinstance(weights, torch.nn.Module):
-        state: Mapping[str, torch.Tensor] = weights.state_dict(keep_vars=True)
+        state: Mapping[str, Any] = weights.state_dict(keep_vars=True)
         parameters = dict(weights.named_parameters(remove_duplicate=False))
         buffers = dict(weights.named_buffers(remove_duplicate=False))
         kinds = dict.fromkeys(parameters, Kind.PARAMETER) | dict.fromkeys(buffers, Kind.BUFFER)
@@ -210,20 +266,63 @@ def _entries(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[_Ent
             f"weights are a module or a state dict, not {type(weights).__name__}",
             remedy="have build= return a torch.nn.Module or a dict of tensors",
         )
-    entries = []
-    for name, tensor in state.items():
+    named: list[tuple[str, Any, Kind]] = []
+    for name, value in state.items():
         _check_name(name)
-        if not isinstance(tensor, torch.Tensor):
-            raise _not_a_tensor(name, tensor, weights)
-        _check_tensor(name, tensor)
-        entries.append(_Entry(name, tensor, kinds.get(name, Kind.TENSOR)))
+        named.append((name, value, kinds.get(name, Kind.TENSOR)))
     for name, tensor in buffers.items():
         if name not in state:
-            _check_tensor(name, tensor)
-            entries.append(_Entry(name, tensor, Kind.NON_PERSISTENT_BUFFER))
-    if len({entry.name for entry in entries}) != len(entries):
-        raise ArgumentRefused("the state dict names a tensor twice")
-    return entries
+            named.append((name, tensor, Kind.NON_PERSISTENT_BUFFER))
+    return named
+
+
+def _value(
+    name: str,
+    value: object,
+    kind: Kind,
+    parts: Parts,
+    weights: torch.nn.Module | Mapping[str, Any],
+) -> _Value:
+    """Return the entry of what is not a plain tensor.
+
+    A refusal tells a training checkpoint's reader where to look.
+    """
+    if isinstance(value, torch.Tensor):
+        apart = kind is Kind.NON_PERSISTENT_BUFFER
+        held = Kind.NON_PERSISTENT_WRAPPED if apart else Kind.WRAPPED
+        return _Value(name, parts.encode(name, value), held)
+    try:
+        return _Value(name, parts.encode(name, value), Kind.EXTRA)
+    except TensorRefused as refused:
+        inner = _inner_weights(weights)
+        if inner is None:
+            raise
+        raise TensorRefused(
+            name, refused.kind, remedy=f"return the inner dict of tensors, e.g. checkpoint[{inner}]"
+        ) from refused.__cause__
+
+
+def _inner_weights(weights: torch.nn.Module | Mapping[str, Any]) -> str | None:
+    """Return how the dict in a training checkpoint is called that is a state dict, as code."""
+    if isinstance(weights, Mapping):
+        for key, held in weights.items():
+            if isinstance(held, Mapping) and any(
+                isinstance(inner, torch.Tensor) for inner in held.values()
+            ):
+                return repr(key)
+    return None
+
+
+def _grouped(entries: Sequence[_Entry]) -> tuple[list[Group], dict[str, tuple[int, _View]]]:
+    """Return what to write, and for each entry which of that it is in, and how."""
+    groups: list[Group] = []
+    views: dict[str, tuple[int, _View]] = {}
+    for members in _alias_groups(entries):
+        group, member_views = _lay_out([entries[index] for index in members])
+        for index, view in zip(members, member_views, strict=True):
+            views[entries[index].name] = len(groups), view
+        groups.append(group)
+    return groups, views
 
 
 def _check_name(name: object) -> None:
@@ -237,50 +336,40 @@ def _check_name(name: object) -> None:
         raise TensorRefused(name, kind, remedy=_RENAME) from error
 
 
-def _not_a_tensor(
-    name: str, value: object, weights: torch.nn.Module | Mapping[str, object]
-) -> TensorRefused:
-    """Return the refusal of `value`, which tells a training checkpoint's reader where to look."""
-    remedy = "leave it out of the state dict"
-    if isinstance(weights, Mapping):
-        for key, held in weights.items():
-            if isinstance(held, Mapping) and any(
-                isinstance(inner, torch.Tensor) for inner in held.values()
-            ):
-                remedy = f"return the inner dict of tensors, e.g. checkpoint[{key!r}]"
-                break
-    return TensorRefused(name, f"it is of type {type(value).__name__}, not a tensor", remedy=remedy)
-
-
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that its bytes alone do not describe."""
-    kind = remedy = None
+def refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Say why the bytes of a tensor alone do not describe it, and what to do; None if they do."""
     if tensor.is_nested:
-        kind, remedy = "it is nested", "hold its parts by their own names, see .unbind()"
-    elif type(tensor) not in _PLAIN_TYPES:
-        kind = f"it is of the tensor subclass {type(tensor).__name__}"
-        remedy = "make a plain tensor of it, e.g. dequantise it, or load these weights yourself"
-    elif tensor.is_quantized:
-        kind = f"it has torch's legacy quantised dtype {tensor.dtype}"
-        remedy = "call .dequantize() on it, or load these weights yourself"
-    elif tensor.layout != torch.strided:
-        kind, remedy = f"its layout is {tensor.layout}", "call .to_dense() on it"
-    elif tensor.is_meta:
-        kind = "it is on the meta device and has no bytes"
-        remedy = "give it real weights before build= returns it"
-    elif tensor.dtype not in NAMES:
-        kind = f"dtype {tensor.dtype} is not supported"
-        remedy = "convert it to another dtype with .to()"
-    elif max((0, *tensor.shape, *tensor.stride())) >= NATURAL_LIMIT:
-        kind, remedy = "a size or a stride of it is too large", "call .clone() on it"
-    elif tensor.numel():
-        end_bytes = _Entry(name, tensor, Kind.TENSOR).end_bytes
+        return "it is nested", "hold its parts by their own names, see .unbind()"
+    if type(tensor) not in PLAIN_TYPES:
+        return (
+            f"it is of the tensor subclass {type(tensor).__name__}",
+            "make a plain tensor of it, e.g. dequantise it, or load these weights yourself",
+        )
+    if tensor.is_quantized:
+        return (
+            f"it has torch's legacy quantised dtype {tensor.dtype}",
+            "call .dequantize() on it, or load these weights yourself",
+        )
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}", "call .to_dense() on it"
+    if tensor.is_meta:
+        return (
+            "it is on the meta device and has no bytes",
+            "give it real weights before build= returns it",
+        )
+    if tensor.dtype not in NAMES:
+        return f"dtype {tensor.dtype} is not supported", "convert it to another dtype with .to()"
+    if max((0, *tensor.shape, *tensor.stride())) >= NATURAL_LIMIT:
+        return "a size or a stride of it is too large", "call .clone() on it"
+    if tensor.numel():
+        end_bytes = _Entry("", tensor, Kind.TENSOR).end_bytes
         if end_bytes > tensor.untyped_storage().nbytes():
             # As a sharded wrapper leaves it behind. Reading it would end the process.
-            kind = "its storage has been freed or shrunk"
-            remedy = "gather the whole module first, as a sharding wrapper can"
-    if kind is not None:
-        raise TensorRefused(name, kind, remedy=remedy)
+            return (
+                "its storage has been freed or shrunk",
+                "gather the whole module first, as a sharding wrapper can",
+            )
+    return None
 
 
 def _alias_groups(entries: Sequence[_Entry]) -> list[list[int]]:

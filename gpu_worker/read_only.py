@@ -27,6 +27,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_worker.wrappers import plain_parts
 from shm_store.errors import ArgumentRefused
 from shm_store.keys import Key
 
@@ -118,9 +119,10 @@ class CheckWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _stop(tensor: torch.Tensor, why: str) -> None:
     """Raise if a tensor is of weights that are shared."""
     for guard in list(_guards):
-        name = guard.name(tensor)
-        if name is not None:
-            raise guard.refused(name, why)
+        for part in plain_parts(tensor):
+            name = guard.name(part)
+            if name is not None:
+                raise guard.refused(name, why)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

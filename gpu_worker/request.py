@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpu_worker.records import Asked
 from gpu_worker.waits import steps
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpu_worker.mapping import Buffer
     from gpu_worker.residence import Residence
 
-Build = Callable[[], "torch.nn.Module | Mapping[str, torch.Tensor]"]
+Build = Callable[[], "torch.nn.Module | Mapping[str, Any]"]
 """Makes the weights, in the thread that loads them, if this process is the one that has to."""
 
 Progress = Callable[[int, int], object]

@@ -344,7 +344,12 @@ class _Kept(threading.Thread):
         return Nothing()
 
 
-def _size_bytes(state: Mapping[str, torch.Tensor]) -> int:
+def _size_bytes(state: Mapping[str, Any]) -> int:
     """Return the bytes of all tensors, what several share once."""
-    storages = [tensor.untyped_storage() for tensor in state.values()]
+    import torch
+
+    from gpu_worker.wrappers import plain_parts
+
+    held = [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    storages = [part.untyped_storage() for tensor in held for part in plain_parts(tensor)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())

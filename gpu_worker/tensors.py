@@ -4,18 +4,22 @@ Rules:
 
 - Each alias group is its own storage, so that saving or resizing a tensor touches that group only.
 - Equal entries are the same tensor: what was tied is tied again.
+- What is not a plain tensor is made of the plain ones and bytes, see `held_values`.
 - A manifest may lie. Nothing it says reaches out of its group, nor a group out of the segment.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gpu_worker.dtypes import torch_dtype
+from gpu_worker.held_values import with_values
 from gpu_worker.mapping import Buffer
 from shm_store.errors import SegmentRefused
 from shm_store.layout import ALIGNMENT_BYTES, ITEM_BYTES, extent_elements
-from shm_store.manifest import GroupEntry, Manifest, TensorEntry
+from shm_store.manifest import PLAIN_KINDS, GroupEntry, Manifest, TensorEntry
 
 
 def entries(buffer: Buffer) -> tuple[TensorEntry, ...]:
@@ -39,15 +43,39 @@ def data_range(buffer: Buffer) -> range:
     return range(start, start + max(ends, default=0))
 
 
-def tensors(buffer: Buffer) -> dict[str, torch.Tensor]:
+def tensors(buffer: Buffer) -> dict[str, Any]:
     """Return the state dict of a mapped segment: views of its bytes, in the manifest's order.
 
     Each alias group is one storage; equal entries are the same tensor. Every tensor, and whatever
-    is made over its storage, keeps the mapping. None requires a gradient.
+    is made over its storage, keeps the mapping. None requires a gradient. What is not a tensor is
+    made anew by each call.
 
     Raises:
-        SegmentRefused: the manifest lies about offsets, shapes, strides, groups or dtypes.
+        SegmentRefused: the manifest lies about offsets, shapes, strides, groups, dtypes or values.
         PlatformUnsupported: this torch is too old for a dtype the weights use.
+        ClassUnknown: the weights hold a value of a class that this process has not imported.
+    """
+    manifest, start = buffer.content()
+    state = plain_tensors(buffer)
+    if not manifest.beyond:
+        return state
+    if manifest.beyond != sum(entry.kind not in PLAIN_KINDS for entry in manifest.tensors):
+        raise SegmentRefused("the manifest does not know how many values it has")
+    whole = memoryview(buffer).cast("B").toreadonly()
+
+    def read(entry: TensorEntry) -> memoryview:
+        begin = start + manifest.groups[entry.group].offset_bytes + entry.offset_bytes
+        return whole[begin : begin + entry.shape[0]]
+
+    with torch.inference_mode(False), torch.no_grad():
+        return with_values(manifest, state, read)
+
+
+def plain_tensors(buffer: Buffer) -> dict[str, torch.Tensor]:
+    """Return a tensor for every entry of a mapped segment, of those that are not plain their bytes.
+
+    That is enough, and much less, for who looks for memory and not for weights. Raises what
+    `tensors` does.
     """
     manifest, start = buffer.content()
     try:

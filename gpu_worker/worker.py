@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gpu_worker import arguments, registry
 from gpu_worker.callbacks import Callbacks
@@ -149,7 +149,7 @@ class Worker:
         version: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Return the state dict of `key`, zero-copy; made first if no process has it yet.
 
         Asks the coordinator each time, so a changed source is noticed. Tensors may be edited in

@@ -120,6 +120,12 @@ class TensorRefused(CallerError):
         self.kind = kind
 
 
+class ClassUnknown(CallerError):
+    """Weights hold a value of a class that this process has not imported."""
+
+    code = "class_unknown"
+
+
 class DeviceUnknown(CallerError):
     """No device has this name, or the system has none of this index."""
 

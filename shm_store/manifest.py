@@ -22,13 +22,32 @@ Natural = Annotated[int, msgspec.Meta(ge=0, lt=NATURAL_LIMIT)]
 
 
 class Kind(enum.IntEnum):
-    """What a tensor was in the module it came from."""
+    """What an entry is, and what a tensor was in the module it came from."""
 
     TENSOR = 0
     """An entry of a state dict or a file; its skeleton knows what it is."""
     PARAMETER = 1
     BUFFER = 2
     NON_PERSISTENT_BUFFER = 3
+    EXTRA = 4
+    """Not a tensor: the bytes of an encoded value, see `plain_values`."""
+    INNER = 5
+    """A tensor that values are made of. It has a number, its place in the manifest, and a name that
+    no user gave it. It is behind all that the state dict names.
+    """
+    WRAPPED = 6
+    """A tensor that is made of others: an encoded value, as EXTRA, that says how."""
+    NON_PERSISTENT_WRAPPED = 7
+
+
+PLAIN_KINDS = frozenset({Kind.TENSOR, Kind.PARAMETER, Kind.BUFFER, Kind.NON_PERSISTENT_BUFFER})
+"""Entries that are a tensor of the state dict, and need no second look."""
+
+NON_PERSISTENT = frozenset({Kind.NON_PERSISTENT_BUFFER, Kind.NON_PERSISTENT_WRAPPED})
+"""Entries that are no part of the module's own state dict."""
+
+WRAPPED = frozenset({Kind.WRAPPED, Kind.NON_PERSISTENT_WRAPPED})
+"""Entries that are a tensor which is made of others."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -58,11 +77,15 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """Everything needed to rebuild the state dict, in its order.
 
     `digests` are of the groups' bytes, one after the other, where they were asked for.
+
+    `beyond` counts the entries that are not of `PLAIN_KINDS`: most weights have none, and to look
+    at each of a thousand entries would cost as much as to decode them.
     """
 
     tensors: tuple[TensorEntry, ...]
     groups: tuple[GroupEntry, ...]
     digests: bytes = b""
+    beyond: Natural = 0
 
 
 class Preamble(msgspec.Struct, frozen=True, array_like=True):

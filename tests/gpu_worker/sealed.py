@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ GEN = GenerationId("1-1")
 PREAMBLE = Preamble(GEN, KEY, Fingerprint("tests"))
 
 
-def seal(weights: torch.nn.Module | Mapping[str, torch.Tensor], gen: str = GEN) -> int:
+def seal(weights: torch.nn.Module | Mapping[str, Any], gen: str = GEN) -> int:
     """Publish `weights`; return the fd of the sealed segment."""
     plan = publish.plan(weights)
     fd = segment.create(GenerationId(gen))
@@ -31,14 +32,23 @@ def seal(weights: torch.nn.Module | Mapping[str, torch.Tensor], gen: str = GEN) 
 
 
 def seal_manifest(
-    tensors: Sequence[TensorEntry], groups: Sequence[GroupEntry], data_bytes: int = 4096
+    tensors: Sequence[TensorEntry],
+    groups: Sequence[GroupEntry],
+    data_bytes: int = 4096,
+    beyond: int = 0,
+    front: bytes = b"",
 ) -> int:
-    """Return the fd of a sealed segment with this manifest, true or not, over counting bytes."""
-    manifest = encode_manifest(Manifest(tuple(tensors), tuple(groups)))
+    """Return the fd of a sealed segment with this manifest, true or not, over counting bytes.
+
+    Args:
+        front: what is there instead, at the beginning.
+    """
+    manifest = encode_manifest(Manifest(tuple(tensors), tuple(groups), beyond=beyond))
     fd = segment.create(GEN)
     os.posix_fallocate(fd, 0, segment_bytes(len(manifest), data_bytes))
     start = segment.write_manifest(fd, manifest)
-    segment.write_at(fd, bytes(index % 251 for index in range(data_bytes)), start)
+    counting = bytes(index % 251 for index in range(data_bytes))
+    segment.write_at(fd, front + counting[len(front) :], start)
     segment.seal(fd, PREAMBLE)
     return fd
 
@@ -68,3 +78,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().view(sizes[tensor.itemsize])
     dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
     return ctypes.string_at(dense.data_ptr(), dense.numel() * dense.itemsize)
+
+
+def in_map(buffer: mapping.Buffer, tensor: torch.Tensor) -> bool:
+    """Say whether the bytes of a tensor are in a map."""
+    address = ctypes.addressof(buffer)
+    return tensor.data_ptr() in range(address, address + len(buffer))

@@ -304,7 +304,7 @@ class TestBuild:
         assert asking.exception(WAIT_S) is error
 
     def test_what_cannot_be_shared_is_refused_before_it_is_reserved(self, coordinator, asked):
-        asking, rid = asked(built(lambda: {"w": torch.ones(2).to_sparse()}))
+        asking, rid = asked(built(lambda: {"w": torch.ones(2, device="meta")}))
         coordinator.ticket(rid)
         assert coordinator.receive() == Abort(coordinator.gen)
         with pytest.raises(TensorRefused):
