@@ -447,8 +447,9 @@ class TestRoom:
             pid = forked(child)
             os.close(over)
             with third:
-                source = os.open(sys.argv[2], os.O_RDONLY)
-                third.acquire("theirs", sys.argv[2], source, 20.0)
+                from shm_store.checkpoint_files import open_checkpoint
+                from shm_store.reading import AS_IT_IS
+                third.acquire("theirs", open_checkpoint(sys.argv[2]), AS_IT_IS, 20.0)
                 assert leases("mine") == {}
             os.close(done)
             joined(pid)
