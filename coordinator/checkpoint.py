@@ -6,7 +6,7 @@ stretches of the files that fill the segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -155,6 +155,23 @@ def select(
                 remedy="rename fewer prefixes, or leave one out with name_filter=",
             )
     return [tensor for tensor, _ in kept], list(became)
+
+
+def check_found(found: Container[str], file_of: Mapping[str, str], source: str) -> None:
+    """Refuse shards that lack what their index names.
+
+    Raises:
+        SourceMalformed: so they do.
+    """
+    missing = [name for name in file_of if name not in found]
+    if missing:
+        name, more = missing[0], f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SourceMalformed(
+            f"{source}: by this index {file_of[name]} has tensor {shown(name)}, but it has none of "
+            f"that name{more}",
+            source=source,
+            remedy="download or save all files of the checkpoint again, the index too",
+        )
 
 
 _SHOWN_CHARACTERS = 200

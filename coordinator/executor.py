@@ -244,6 +244,8 @@ class Executor:
         if code == -signal.SIGKILL:
             # It waits as a volunteer, beside a backing child that may be the smaller of the two.
             end += ", probably by the kernel's OOM killer"
+        elif code == -signal.SIGBUS:
+            end += ": the file was cut, or its disk failed, while it was read"
         if code and code != -child.sent:
             log.warning("the loader of generation %s ended (%s)", gen, end)
         self._feed(LoaderEnded(gen, f"ended ({end})"))

@@ -5,14 +5,16 @@ Each format has a reader of its own; see `Contents` for what they give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from coordinator.checkpoint import Checkpoint, Stored, lay_out, shown
+from coordinator import casting
+from coordinator.checkpoint import Checkpoint, Stored, check_found, lay_out
 from coordinator.local_file import LocalFile
 from coordinator.pump import Meter, Pump
 from coordinator.safetensors_file import HEAD_BYTES, LENGTH_BYTES, header_bytes, read_table
-from shm_store.errors import SourceChanged, SourceMalformed
+from coordinator.torch_file import is_torch_file
+from shm_store.errors import SourceChanged
 from shm_store.index import INDEX_LIMIT_BYTES, parse_index
 from shm_store.manifest import encode_manifest
 from shm_store.reading import Reading
@@ -34,6 +36,9 @@ class Contents(Protocol):
     @property
     def filled_bytes(self) -> int: ...
 
+    def prepare(self) -> None:
+        """Do what filling needs and takes time, while the coordinator makes room for it."""
+
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Write all tensor bytes; they begin at `data_start` in the segment.
 
@@ -44,19 +49,26 @@ class Contents(Protocol):
 
 
 class FileContents:
-    """Tensors that lie in files as they are to lie in the segment."""
+    """Tensors that lie in files as they are to lie in the segment, but perhaps for their dtypes."""
 
     def __init__(self, checkpoint: Checkpoint, files: Sequence[LocalFile]) -> None:
         self._checkpoint = checkpoint
-        self._files = files
+        self._files = [(file.fd, file.name) for file in files]
         self.manifest = encode_manifest(checkpoint.manifest)
         self.data_bytes = checkpoint.data_bytes
         self.filled_bytes = checkpoint.filled_bytes()
 
+    def prepare(self) -> None:
+        """Import torch, if there is something to cast."""
+        if self._checkpoint.casts:
+            casting.prepare(self._checkpoint, self._files)
+
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
-        """Have the kernel copy them."""
-        files = [(file.fd, file.name) for file in self._files]
-        Pump(files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
+        """Have the kernel copy them, and torch cast them."""
+        if self._checkpoint.casts:
+            casting.fill(self._checkpoint, self._files, segment_fd, data_start, meter)
+            return
+        Pump(self._files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
 
 
 def read_contents(files: Sequence[LocalFile], reading: Reading, source: str) -> Contents:
@@ -68,10 +80,14 @@ def read_contents(files: Sequence[LocalFile], reading: Reading, source: str) -> 
     Raises:
         SourceError: a file cannot be read, or is not what it should be; or they do not agree.
     """
-    if len(files) == 1:
-        table = _read_table(files[0], 0)
-    else:
-        table = _read_shards(files, source)
+    file_of = None if len(files) == 1 else _read_index(files, source)
+    if is_torch_file(files[0 if file_of is None else 1]):
+        # Here, and not above: most loaders have no use for it.
+        from coordinator.pickles import read_pickles
+
+        parts = files if file_of is None else files[1:]
+        return read_pickles(parts, file_of, reading, source)
+    table = _read_table(files[0], 0) if file_of is None else _read_shards(files, file_of, source)
     return FileContents(lay_out(table, reading, source), files)
 
 
@@ -81,31 +97,30 @@ def _read_table(file: LocalFile, number: int) -> list[Stored]:
     return read_table(header, file.size_bytes, file.name, number)
 
 
-def _read_shards(files: Sequence[LocalFile], source: str) -> list[Stored]:
-    """Return the tensors that an index names, each from the shard in which it says that it is."""
+def _read_index(files: Sequence[LocalFile], source: str) -> dict[str, str]:
+    """Return the file of each tensor, as the first of the files says it; the others are those."""
     index = files[0]
     data = index.read(min(index.size_bytes, INDEX_LIMIT_BYTES), 0)
     file_of = parse_index(data, index.name)
     shards = sorted(set(file_of.values()))
-    by_name = dict(zip(shards, files[1:], strict=False))
     if len(shards) != len(files) - 1 or any(
-        not file.name.endswith(shard) for shard, file in by_name.items()
+        not file.name.endswith(shard) for shard, file in zip(shards, files[1:], strict=False)
     ):
         raise SourceChanged(
             f"{source}: it names other shards than when it was opened", source=source
         )
+    return file_of
+
+
+def _read_shards(
+    files: Sequence[LocalFile], file_of: Mapping[str, str], source: str
+) -> list[Stored]:
+    """Return the tensors that an index names, each from the shard in which it says that it is."""
+    by_name = zip(sorted(set(file_of.values())), files[1:], strict=True)
     found: dict[str, Stored] = {}
-    for number, (shard, file) in enumerate(by_name.items(), start=1):
+    for number, (shard, file) in enumerate(by_name, start=1):
         for tensor in _read_table(file, number):
             if file_of.get(tensor.name) == shard:
                 found[tensor.name] = tensor
-    missing = [name for name in file_of if name not in found]
-    if missing:
-        name, more = missing[0], f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SourceMalformed(
-            f"{source}: by this index {file_of[name]} has tensor {shown(name)}, but it has none of "
-            f"that name{more}",
-            source=source,
-            remedy="download or save all files of the checkpoint again, the index too",
-        )
+    check_found(found, file_of, source)
     return [found[name] for name in file_of]

@@ -8,7 +8,8 @@ A source that cannot be used ends in ABORT with its cause, and exit code 0: the 
 
 Rules. It ends with its coordinator: by the kernel's signal, by end of file, by a failed send. It
 volunteers for the out-of-memory killer. It never maps the segment and closes it before COMMIT. It
-starts fast, so it imports little, and never torch. Files are judged by content, not by name.
+starts fast, so it imports little, and torch only for what needs it: casts, which wait until the
+coordinator makes room, and what torch.save wrote. Files are judged by content, not by name.
 
     Note on the parent's death signal
     fact: PR_SET_PDEATHSIG fires when the *thread* that started this process ends, not its process
@@ -39,13 +40,12 @@ if __name__ == "__main__":
     gc.disable()
 
 import os
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 
-from coordinator import digests
+from coordinator import digests, private_memory
 from coordinator.formats import read_contents
 from coordinator.local_file import check_unchanged, opened
 from coordinator.pump import Meter
@@ -77,9 +77,6 @@ from shm_store.wire import (
     to_loader_decoder,
 )
 
-MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
-"""Of this process, without the segment; see the note on what a header costs."""
-
 EXIT_DONE = 0
 """COMMIT, or ABORT with the source's fault, was sent."""
 EXIT_FAILED = 1
@@ -103,7 +100,7 @@ def main(arguments: list[str]) -> int:
     connected.setblocking(True)
     channel = Channel(connected)
     _volunteer()
-    _bound_memory()
+    private_memory.bound()
     if not _end_with_parent(channel.credentials().pid):
         return EXIT_FAILED
     return run(channel)
@@ -116,13 +113,6 @@ def _volunteer() -> None:
             score.write("1000")
     except OSError:
         pass  # No /proc here. The file can be loaded all the same.
-
-
-def _bound_memory() -> None:
-    """Have what would take more private memory than the limit fail with MemoryError."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _end_with_parent(parent_pid: int) -> bool:
@@ -187,7 +177,7 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
     except MemoryError as error:
         raise SourceUnsupported(
             f"{fetch.source}: its header takes more memory than a loader may have, which is "
-            f"{MEMORY_LIMIT_BYTES // (1024 * 1024)} MiB at most",
+            f"{private_memory.MEMORY_LIMIT_BYTES // (1024 * 1024)} MiB at most",
             source=fetch.source,
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error
@@ -196,6 +186,7 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
         manifest = _reserve_digests(manifest, fetch.source)
     size_bytes = segment_bytes(len(manifest), contents.data_bytes)
     _send(channel, Reserve(fetch.gen, size_bytes))
+    contents.prepare()
     segment_fd = _receive_space(channel)
     try:
         meter = Meter(

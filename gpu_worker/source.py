@@ -31,6 +31,11 @@ class Source:
         )
         state = worker.state_dict("sd15/unet:bf16", source=unet)
 
+    Of what torch.save wrote, the weights are the tensors at its top. If there are none, they are
+    those of the one dict that is called `state_dict`, `model`, `params`, or another name by which
+    weights are known; or else `name_filter` has to say which dict is meant, and names begin with
+    that of their dict: `name_filter="params_ema.*", rename={"params_ema.": ""}`.
+
     Attributes:
         location: a path, a folder or a URL, as `source=` takes it.
         name_filter: a pattern of names in the file, as of file names (`*`, `?`, `[seq]`), or
@@ -39,7 +44,8 @@ class Source:
             longest that fits counts.
         dtype: of floating-point tensors: a `torch.dtype`, or by a pattern of names in the file the
             dtype of what matches it, None for that of the file. The first that matches counts.
-            What a cast gives is what `Tensor.to` gives. Other tensors stay what they are.
+            What a cast gives is what `Tensor.to` gives. Other tensors stay what they are. Tensors
+            that are one in the file still are; views that share bytes are cast all alike or not.
         digest: have digests of the bytes in memory made by whoever loads them, for `weight-cache
             audit --bytes`. Needs the extra `digest`.
     """

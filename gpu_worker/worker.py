@@ -158,8 +158,9 @@ class Worker:
 
         Args:
             key: the name that processes share weights by.
-            source: path of a checkpoint, opened by this process: a .safetensors file, the index of
-                a sharded one, or a folder with one of them. Or a `Source`, which says more.
+            source: path of a checkpoint, opened by this process: a .safetensors file, one of
+                torch.save, the index of a sharded one, or a folder with one of them. Or a `Source`,
+                which says more.
             build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
                 Of a module, non-persistent buffers are shared as well, and so are in the dict.

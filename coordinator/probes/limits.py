@@ -68,7 +68,7 @@ def file_size() -> Finding:
 
 def data_size() -> Finding:
     """Does a limit on private memory leave room for maps of weights, which count as such?"""
-    from coordinator.loader import MEMORY_LIMIT_BYTES  # with all that a loader needs
+    from coordinator.private_memory import MEMORY_LIMIT_BYTES
 
     name = "data_size"
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

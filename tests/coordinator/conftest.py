@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +68,20 @@ def run_here(monkeypatch, capsys):
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def torch_kept() -> Iterator[None]:
+    """What a loader does to torch and to its process is undone here, where others use them."""
+    import torch
+
+    threads, limits = torch.get_num_threads(), resource.getrlimit(resource.RLIMIT_DATA)
+    environment = dict(os.environ)
+    yield
+    torch.set_num_threads(threads)
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from coordinator import loader
+from coordinator import loader, private_memory
 from coordinator.pump import Meter
 from shm_store import segment
 from shm_store.channel import Channel, pair
@@ -247,7 +247,7 @@ sys.argv = sys.argv[:1] + sys.argv[2:]
 def refuse(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 os.preadv = refuse
-from coordinator import loader
+from coordinator import loader, private_memory
 sys.exit(loader.main(sys.argv))
 """
 
@@ -257,7 +257,7 @@ sys.argv = sys.argv[:1] + sys.argv[2:]
 def refuse(*_):
     raise OSError(errno.{code}, os.strerror(errno.{code}))
 os.sendfile = refuse
-from coordinator import loader
+from coordinator import loader, private_memory
 sys.exit(loader.main(sys.argv))
 """
 
@@ -286,7 +286,7 @@ BAD_FILES = {
     "no JSON": (struct.pack("<Q", 4) + b"{..}", "source_malformed", "cannot be read"),
     "data cut": (safetensors.numpy.save(TENSORS)[:-1], "source_malformed", "truncated"),
     "data added": (safetensors.numpy.save(TENSORS) + b"x", "source_malformed", "at its end"),
-    "zip": (torch_zip(), "source_unsupported", "torch.save"),
+    "zip": (torch_zip(), "source_malformed", "a zip archive, as torch.save writes it, but damaged"),
     "pickle": (b"\x80\x04\x95" + bytes(50), "source_unsupported", "pickle"),
 }
 
@@ -381,7 +381,7 @@ def test_a_source_that_cannot_be_read_is_the_sources_fault(checkpoint):
 
 LOADS_AND_SAYS_WHAT_IT_TOOK = """
 import sys
-from coordinator import loader
+from coordinator import loader, private_memory
 code = loader.main(sys.argv)
 (peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 sys.exit(f"{code} {peak}")
@@ -402,7 +402,11 @@ def test_a_header_made_to_take_memory_is_refused(tmp_path):
         assert played.process.stderr is not None
         code, peak_kib = played.process.stderr.readline().split()
     assert int(code) == 0
-    assert 2 * len(header) < int(peak_kib) * 1024 < loader.MEMORY_LIMIT_BYTES + 64 * 1024 * 1024
+    assert (
+        2 * len(header)
+        < int(peak_kib) * 1024
+        < private_memory.MEMORY_LIMIT_BYTES + 64 * 1024 * 1024
+    )
 
 
 def touched(path: Path) -> None:
