@@ -129,7 +129,7 @@ def test_one_of_two_that_were_tied_can_be_cast(path, torch_kept):
 
 
 def test_a_value_that_cannot_be_shared_is_named_with_what_leaves_it_out(tmp_path, torch_kept):
-    torch.save({"w": torch.ones(2), "odd": torch.ones(2, 2).to_sparse()}, tmp_path / "f.pt")
+    torch.save({"w": torch.ones(2), "odd": torch.ones(2, device="meta")}, tmp_path / "f.pt")
     with pytest.raises(SourceUnsupported, match="nice name: tensor 'odd' cannot be") as refused:
         _contents(tmp_path / "f.pt")
     assert refused.value.remedy.endswith("leave it out with name_filter=")
@@ -318,8 +318,8 @@ BAD: dict[str, tuple[Make, str, str]] = {
     "nested": (_nested, "source_unsupported", "a list in it"),
     "a large storage": (_large_storage, "source", ""),
     "a tensor": (lambda p: torch.save(torch.ones(1), p), "source_unsupported", "a Tensor in it"),
-    "sparse": (
-        lambda p: torch.save({"w": torch.ones(2, 2).to_sparse()}, p),
+    "meta": (
+        lambda p: torch.save({"w": torch.ones(2, device="meta")}, p),
         "source_unsupported",
         "tensor 'w' cannot be shared",
     ),
