@@ -5,8 +5,8 @@ Each format has a reader of its own; see `Contents` for what they give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from coordinator.checkpoint import Checkpoint, Stored, lay_out, shown
 from coordinator.local_file import LocalFile
@@ -16,6 +16,11 @@ from shm_store.errors import SourceChanged, SourceMalformed
 from shm_store.index import INDEX_LIMIT_BYTES, parse_index
 from shm_store.manifest import encode_manifest
 from shm_store.reading import Reading
+
+if TYPE_CHECKING:
+    from coordinator.remote_file import RemoteFile
+
+    File = LocalFile | RemoteFile
 
 
 class Contents(Protocol):
@@ -59,29 +64,88 @@ class FileContents:
         Pump(files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
 
 
-def read_contents(files: Sequence[LocalFile], reading: Reading, source: str) -> Contents:
+class RemoteContents:
+    """As `FileContents`, of files at URLs: read in ranges, several at once.
+
+    What reads URLs is imported only here: it takes longer than a loader may for a file.
+
+    What becomes another dtype on its way is read from copies on this host.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, files: Sequence[RemoteFile]) -> None:
+        self._checkpoint = checkpoint
+        self._files = files
+        self.manifest = encode_manifest(checkpoint.manifest)
+        self.data_bytes = checkpoint.data_bytes
+        self.filled_bytes = checkpoint.filled_bytes()
+        if checkpoint.casts:
+            self.filled_bytes += sum(file.size_bytes for file in files)
+
+    def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
+        """Fetch them."""
+        from coordinator.remote_pump import RemotePump
+
+        if self._checkpoint.casts:
+            local = _on_this_host(self._files, meter)
+            FileContents(self._checkpoint, local).fill(segment_fd, data_start, meter)
+        else:
+            RemotePump(self._files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
+
+
+_NEED_FILES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"GGUF")
+"""How files begin whose readers want to have them on this host."""
+
+
+def read_contents(
+    files: Sequence[File],
+    reading: Reading,
+    source: str,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Contents:
     """Return what the files of a checkpoint hold: a lone one, or an index and its shards.
 
     Args:
         source: the name of the checkpoint, for errors.
+        report: is told how many bytes of how many are there, where they have to be fetched first.
 
     Raises:
         SourceError: a file cannot be read, or is not what it should be; or they do not agree.
+        DiskFull: there is no room for what has to be fetched first.
     """
+    local = [file for file in files if isinstance(file, LocalFile)]
+    remote = [file for file in files if not isinstance(file, LocalFile)]
+    if any(map(_needs_file, remote)):
+        meter = Meter(sum(file.size_bytes for file in remote), report)
+        return read_contents(_on_this_host(remote, meter), reading, source)
     if len(files) == 1:
         table = _read_table(files[0], 0)
     else:
         table = _read_shards(files, source)
-    return FileContents(lay_out(table, reading, source), files)
+    checkpoint = lay_out(table, reading, source)
+    if remote:
+        return RemoteContents(checkpoint, remote)
+    return FileContents(checkpoint, local)
 
 
-def _read_table(file: LocalFile, number: int) -> list[Stored]:
+def _needs_file(file: RemoteFile) -> bool:
+    head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
+    # Its second half tells a header's length from the beginning of something else.
+    return head.startswith(_NEED_FILES) and head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{"
+
+
+def _on_this_host(files: Sequence[RemoteFile], meter: Meter) -> list[LocalFile]:
+    from coordinator.local_copy import localized
+
+    return [localized(file, meter) for file in files]
+
+
+def _read_table(file: File, number: int) -> list[Stored]:
     head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
     header = file.read(header_bytes(head, file.size_bytes, file.name), LENGTH_BYTES)
     return read_table(header, file.size_bytes, file.name, number)
 
 
-def _read_shards(files: Sequence[LocalFile], source: str) -> list[Stored]:
+def _read_shards(files: Sequence[File], source: str) -> list[Stored]:
     """Return the tensors that an index names, each from the shard in which it says that it is."""
     index = files[0]
     data = index.read(min(index.size_bytes, INDEX_LIMIT_BYTES), 0)
