@@ -65,8 +65,11 @@ def import_torch() -> ModuleType:
     return torch
 
 
-def prepare(checkpoint: Checkpoint, files: Sequence[tuple[int, str]]) -> None:
+def prepare(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     """Import torch, and see whether it has all the dtypes.
+
+    Args:
+        names: of the files, for errors.
 
     Raises:
         SourceUnsupported: the installed torch does not know one.
@@ -74,7 +77,7 @@ def prepare(checkpoint: Checkpoint, files: Sequence[tuple[int, str]]) -> None:
     import_torch()
     for file, dtypes in {(cast.file, (cast.dtype, cast.to)) for cast in checkpoint.casts}:
         for dtype in dtypes:
-            dtype_of(dtype, files[file][1])
+            dtype_of(dtype, names[file])
 
 
 class Converter:

@@ -314,7 +314,8 @@ def status(
 def load(
     key: Key,
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="Path of a checkpoint, or of its folder.")
+        str,
+        typer.Argument(metavar="SOURCE", help="Path of a checkpoint or its folder, or a URL."),
     ],
     only: Annotated[
         list[str] | None,

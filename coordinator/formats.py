@@ -5,8 +5,8 @@ Each format has a reader of its own; see `Contents` for what they give.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from coordinator import casting
 from coordinator.checkpoint import Checkpoint, Stored, check_found, lay_out
@@ -18,6 +18,11 @@ from shm_store.errors import SourceChanged
 from shm_store.index import INDEX_LIMIT_BYTES, parse_index
 from shm_store.manifest import encode_manifest
 from shm_store.reading import Reading
+
+if TYPE_CHECKING:
+    from coordinator.remote_file import RemoteFile
+
+    File = LocalFile | RemoteFile
 
 
 class Contents(Protocol):
@@ -61,7 +66,7 @@ class FileContents:
     def prepare(self) -> None:
         """Import torch, if there is something to cast."""
         if self._checkpoint.casts:
-            casting.prepare(self._checkpoint, self._files)
+            casting.prepare(self._checkpoint, [name for _, name in self._files])
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Have the kernel copy them, and torch cast them."""
@@ -71,33 +76,96 @@ class FileContents:
         Pump(self._files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
 
 
-def read_contents(files: Sequence[LocalFile], reading: Reading, source: str) -> Contents:
+class RemoteContents:
+    """As `FileContents`, of files at URLs: read in ranges, several at once.
+
+    What reads URLs is imported only here: it takes longer than a loader may for a file.
+
+    What becomes another dtype on its way is read from copies on this host.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, files: Sequence[RemoteFile]) -> None:
+        self._checkpoint = checkpoint
+        self._files = files
+        self.manifest = encode_manifest(checkpoint.manifest)
+        self.data_bytes = checkpoint.data_bytes
+        self.filled_bytes = checkpoint.filled_bytes()
+        if checkpoint.casts:
+            self.filled_bytes += sum(file.size_bytes for file in files)
+
+    def prepare(self) -> None:
+        """Import torch, if there is something to cast."""
+        if self._checkpoint.casts:
+            casting.prepare(self._checkpoint, [file.name for file in self._files])
+
+    def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
+        """Fetch them."""
+        from coordinator.remote_pump import RemotePump
+
+        if self._checkpoint.casts:
+            local = _on_this_host(self._files, meter)
+            FileContents(self._checkpoint, local).fill(segment_fd, data_start, meter)
+        else:
+            RemotePump(self._files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
+
+
+_NEED_FILES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"GGUF")
+"""How files begin whose readers want to have them on this host."""
+
+
+def read_contents(
+    files: Sequence[File],
+    reading: Reading,
+    source: str,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Contents:
     """Return what the files of a checkpoint hold: a lone one, or an index and its shards.
 
     Args:
         source: the name of the checkpoint, for errors.
+        report: is told how many bytes of how many are there, where they have to be fetched first.
 
     Raises:
         SourceError: a file cannot be read, or is not what it should be; or they do not agree.
+        DiskFull: there is no room for what has to be fetched first.
     """
+    local = [file for file in files if isinstance(file, LocalFile)]
+    remote = [file for file in files if not isinstance(file, LocalFile)]
+    if any(map(_needs_file, remote)):
+        meter = Meter(sum(file.size_bytes for file in remote), report)
+        return read_contents(_on_this_host(remote, meter), reading, source)
     file_of = None if len(files) == 1 else _read_index(files, source)
-    if is_torch_file(files[0 if file_of is None else 1]):
+    if local and is_torch_file(local[0 if file_of is None else 1]):
         # Here, and not above: most loaders have no use for it.
         from coordinator.pickles import read_pickles
 
-        parts = files if file_of is None else files[1:]
-        return read_pickles(parts, file_of, reading, source)
+        return read_pickles(local if file_of is None else local[1:], file_of, reading, source)
     table = _read_table(files[0], 0) if file_of is None else _read_shards(files, file_of, source)
-    return FileContents(lay_out(table, reading, source), files)
+    checkpoint = lay_out(table, reading, source)
+    if remote:
+        return RemoteContents(checkpoint, remote)
+    return FileContents(checkpoint, local)
 
 
-def _read_table(file: LocalFile, number: int) -> list[Stored]:
+def _needs_file(file: RemoteFile) -> bool:
+    head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
+    # Its second half tells a header's length from the beginning of something else.
+    return head.startswith(_NEED_FILES) and head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{"
+
+
+def _on_this_host(files: Sequence[RemoteFile], meter: Meter) -> list[LocalFile]:
+    from coordinator.local_copy import localized
+
+    return [localized(file, meter) for file in files]
+
+
+def _read_table(file: File, number: int) -> list[Stored]:
     head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
     header = file.read(header_bytes(head, file.size_bytes, file.name), LENGTH_BYTES)
     return read_table(header, file.size_bytes, file.name, number)
 
 
-def _read_index(files: Sequence[LocalFile], source: str) -> dict[str, str]:
+def _read_index(files: Sequence[File], source: str) -> dict[str, str]:
     """Return the file of each tensor, as the first of the files says it; the others are those."""
     index = files[0]
     data = index.read(min(index.size_bytes, INDEX_LIMIT_BYTES), 0)
@@ -112,9 +180,7 @@ def _read_index(files: Sequence[LocalFile], source: str) -> dict[str, str]:
     return file_of
 
 
-def _read_shards(
-    files: Sequence[LocalFile], file_of: Mapping[str, str], source: str
-) -> list[Stored]:
+def _read_shards(files: Sequence[File], file_of: Mapping[str, str], source: str) -> list[Stored]:
     """Return the tensors that an index names, each from the shard in which it says that it is."""
     by_name = zip(sorted(set(file_of.values())), files[1:], strict=True)
     found: dict[str, Stored] = {}

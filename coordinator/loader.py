@@ -9,7 +9,9 @@ A source that cannot be used ends in ABORT with its cause, and exit code 0: the 
 Rules. It ends with its coordinator: by the kernel's signal, by end of file, by a failed send. It
 volunteers for the out-of-memory killer. It never maps the segment and closes it before COMMIT. It
 starts fast, so it imports little, and torch only for what needs it: casts, which wait until the
-coordinator makes room, and what torch.save wrote. Files are judged by content, not by name.
+coordinator makes room, and what torch.save wrote. Files are judged by content, not by name. With a
+URL no file comes along: the loader opens it itself, see `url_checkpoint`, and what that takes is
+imported only then.
 
     Note on the parent's death signal
     fact: PR_SET_PDEATHSIG fires when the *thread* that started this process ends, not its process
@@ -43,7 +45,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from coordinator import digests, private_memory
 from coordinator.formats import read_contents
@@ -55,6 +59,7 @@ from shm_store.errors import (
     FillFailed,
     PlatformUnsupported,
     ProtocolViolation,
+    ResourceError,
     SourceError,
     SourceUnsupported,
     WeightCacheError,
@@ -62,6 +67,7 @@ from shm_store.errors import (
 from shm_store.layout import segment_bytes
 from shm_store.segment import write_manifest
 from shm_store.source import is_url
+from shm_store.url import scrubbed, shown_url
 from shm_store.wire import (
     Abort,
     Cause,
@@ -76,6 +82,9 @@ from shm_store.wire import (
     encode,
     to_loader_decoder,
 )
+
+if TYPE_CHECKING:
+    from coordinator.formats import File
 
 EXIT_DONE = 0
 """COMMIT, or ABORT with the source's fault, was sent."""
@@ -148,11 +157,11 @@ def _serve(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> int:
         load(channel, fetch, fds)
     except ConnectionLost:
         raise
-    except SourceError as error:
+    except (SourceError, ResourceError) as error:
         _send(channel, Abort(fetch.gen, Cause.of(error)))
     except Exception as error:
         sys.excepthook(*sys.exc_info())
-        failed = FillFailed(f"{fetch.source}: the loader failed: {_described(error)}")
+        failed = FillFailed(f"{_name(fetch)}: the loader failed: {_described(error)}")
         _send(channel, Abort(fetch.gen, Cause.of(failed)))
         return EXIT_FAILED
     return EXIT_DONE
@@ -161,8 +170,23 @@ def _serve(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> int:
 def _described(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"  # which it does not say itself
-    text = error.message if isinstance(error, WeightCacheError) else str(error)
+    text = error.message if isinstance(error, WeightCacheError) else scrubbed(str(error))
     return f"{type(error).__name__}: {text}"
+
+
+def _name(fetch: Fetch) -> str:
+    """Return what errors call the source; a URL may hold secrets."""
+    return shown_url(fetch.source) if is_url(fetch.source) else fetch.source
+
+
+def _opened(fetch: Fetch, fds: Sequence[int]) -> tuple[Sequence[File], Callable[[], None]]:
+    """Return the files of a FETCH, and what refuses them if they are others by now."""
+    if not is_url(fetch.source):
+        return opened(fetch, fds), partial(check_unchanged, fetch, fds)
+    from coordinator import url_checkpoint
+
+    files = url_checkpoint.open_url(fetch.source)
+    return files, partial(url_checkpoint.check_unchanged, files)
 
 
 def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
@@ -172,27 +196,30 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
         SourceError: the source cannot be used, or changed. The segment's fd is closed.
         ConnectionLost: the coordinator is gone.
     """
+    source = _name(fetch)
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        _send(channel, Progress(fetch.gen, done_bytes, total_bytes))
+
     try:
-        contents = read_contents(opened(fetch, fds), fetch.reading, fetch.source)
+        files, check = _opened(fetch, fds)
+        contents = read_contents(files, fetch.reading, source, report)
     except MemoryError as error:
         raise SourceUnsupported(
-            f"{fetch.source}: its header takes more memory than a loader may have, which is "
+            f"{source}: its header takes more memory than a loader may have, which is "
             f"{private_memory.MEMORY_LIMIT_BYTES // (1024 * 1024)} MiB at most",
-            source=fetch.source,
+            source=source,
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error
     manifest = contents.manifest
     if fetch.reading.digest:
-        manifest = _reserve_digests(manifest, fetch.source)
+        manifest = _reserve_digests(manifest, source)
     size_bytes = segment_bytes(len(manifest), contents.data_bytes)
     _send(channel, Reserve(fetch.gen, size_bytes))
     contents.prepare()
     segment_fd = _receive_space(channel)
     try:
-        meter = Meter(
-            contents.filled_bytes,
-            lambda done, total: _send(channel, Progress(fetch.gen, done, total)),
-        )
+        meter = Meter(contents.filled_bytes, report)
         data_start = write_manifest(segment_fd, manifest)
         contents.fill(segment_fd, data_start, meter)
         meter.finish()
@@ -200,7 +227,7 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
             digests.write(segment_fd, manifest)
     finally:
         os.close(segment_fd)
-    check_unchanged(fetch, fds)
+    check()
     _send(channel, Commit(fetch.gen))
 
 

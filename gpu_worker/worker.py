@@ -159,8 +159,9 @@ class Worker:
         Args:
             key: the name that processes share weights by.
             source: path of a checkpoint, opened by this process: a .safetensors file, one of
-                torch.save, the index of a sharded one, or a folder with one of them. Or a `Source`,
-                which says more.
+                torch.save, the index of a sharded one, or a folder with one of them. Or a URL of
+                one (https, hf, s3, gs), fetched by the coordinator's host with its credentials. Or
+                a `Source`, which says more.
             build: or a function that returns a module or a state dict. It runs only in the process
                 that has to make the weights, in this thread; what it returns is copied, not kept.
                 Of a module, non-persistent buffers are shared as well, and so are in the dict.
@@ -177,7 +178,7 @@ class Worker:
 
         Raises:
             KeyRefused, ArgumentRefused: before anything was asked.
-            SourceError: the file cannot be used.
+            SourceError: the file cannot be used. SourceUnreachable: nor can its server.
             BudgetExceeded: no room in time. It names who holds what, this process included;
                 `holders` has all of them, as `status --json` does.
             LoadTimeout, BackingFailed, FillFailed: no time, no memory, or its maker ended.

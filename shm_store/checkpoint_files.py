@@ -12,9 +12,11 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shm_store.errors import SourceMalformed, SourceNotOpened
+from shm_store.errors import SourceError, SourceMalformed, SourceNotOpened
+from shm_store.hub_cache import cached
 from shm_store.index import INDEX_LIMIT_BYTES, extra_shards, is_index, parse_index
 from shm_store.source import PICKLE_SUFFIXES, is_url, open_source
+from shm_store.url import check_url, protocol_of
 
 _BEST = (
     "model.safetensors.index.json",
@@ -68,14 +70,34 @@ def open_checkpoint(place: str | os.PathLike[str], fds: list[int] | None = None)
     name, fds = os.fspath(place), [] if fds is None else fds
     if is_url(name):
         if not name.lower().startswith("file://"):
-            return Opened(name, fds)
+            check_url(name)
+            return _open_cached(name, fds) or Opened(name, fds)
         name = urllib.request.url2pathname(urllib.parse.urlsplit(name).path)
     if os.path.isdir(name):
         name = _checkpoint_in(name)
-    if is_index(name):
-        return _open_shards(name, fds)
-    fds.append(open_source(name))
-    return Opened(name, fds)
+    return _open_files(name, fds)
+
+
+def _open_cached(url: str, fds: list[int]) -> Opened | None:
+    """Return the files that Hugging Face's cache has of a URL, if it has all of them."""
+    place = cached(url) if protocol_of(url) == "hf" else None
+    if place is None:
+        return None
+    try:
+        if os.path.isdir(place):
+            names = os.listdir(place)
+            # Of anything else one cannot know that the Hub has nothing better.
+            place = os.path.join(place, next(best for best in _BEST if best in names))
+        return _open_files(place, fds)
+    except (SourceError, StopIteration, OSError):
+        return None  # some are missing; the loader sees what the Hub says
+
+
+def _open_files(path: str, fds: list[int]) -> Opened:
+    if is_index(path):
+        return _open_shards(path, fds)
+    fds.append(open_source(path))
+    return Opened(path, fds)
 
 
 def _open_shards(index: str, fds: list[int]) -> Opened:
@@ -120,15 +142,27 @@ def _checkpoint_in(folder: str) -> str:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise SourceNotOpened(f"{folder}: {error.strerror}", source=folder) from error
+    return os.path.join(folder, pick(names, folder))
+
+
+def pick(names: Sequence[str], folder: str) -> str:
+    """Return which of the files in a folder is the one checkpoint there. Pure.
+
+    Args:
+        folder: its name, for errors.
+
+    Raises:
+        SourceNotOpened: none is, or several are.
+    """
     for best in _BEST:
         if best in names:
-            return os.path.join(folder, best)
+            return best
     for suffixes in _SUFFIXES:
         found = [name for name in names if is_index(name) and _indexed(name).endswith(suffixes)]
         if not found:
             found = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(found) == 1:
-            return os.path.join(folder, found[0])
+            return found[0]
         if found:
             shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
             raise SourceNotOpened(

@@ -209,7 +209,7 @@ class InUse(CallerError):
 
 
 class SourceError(WeightCacheError):
-    """The checkpoint cannot be used as it is. `source` is its path."""
+    """The checkpoint cannot be used as it is. `source` is its path, or its URL without secrets."""
 
     code = "source"
     exit_code = 3
@@ -224,6 +224,13 @@ class SourceNotOpened(SourceError):
 
     code = "source_not_opened"
     default_remedy = "check the path and its permissions in the process that asks"
+
+
+class SourceUnreachable(SourceError):
+    """The server that has it cannot be reached, does not answer, or has broken off for good."""
+
+    code = "source_unreachable"
+    default_remedy = "check the network and the server, then load it again"
 
 
 class SourceMalformed(SourceError):
@@ -305,6 +312,17 @@ class FillFailed(ResourceError):
 
     code = "fill_failed"
     default_remedy = "load again; if it comes back, see the coordinator's log"
+
+
+class DiskFull(ResourceError):
+    """A folder has no room for what has to be downloaded into it first. `folder` is its path."""
+
+    code = "disk_full"
+    default_remedy = "make room there, or start the coordinator with TMPDIR set to another folder"
+
+    def __init__(self, message: str, *, folder: str = "", remedy: str | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.folder = folder
 
 
 class Incomplete(ResourceError):

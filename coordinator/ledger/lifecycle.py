@@ -49,6 +49,7 @@ def backed(turn: Turn, generation: Generation) -> None:
     turn.move(generation, State.FILLING)
     generation.progressed_s = turn.now_s
     generation.pace = Pace(turn.now_s)
+    generation.filled_bytes = generation.total_bytes = 0
     if isinstance(generation.owner, Request):
         turn.send(generation.owner.session, Space(generation.id), generation.id)
     else:
@@ -64,10 +65,12 @@ def backing_refused(turn: Turn, generation: Generation, event: BackingRefused) -
 def progress(turn: Turn, generation: Generation, message: Progress) -> None:
     """The owner came further: others who wait are told, and their deadlines start anew.
 
-    What is behind what was said, more than all, or later than COMMIT changes nothing.
+    What is behind what was said, more than all, or later than COMMIT changes nothing. Before
+    RESERVE a loader fetches what it has to have to know the size.
     """
     done_bytes, total_bytes = message.done_bytes, message.total_bytes
-    if generation.state is not State.FILLING or generation.sealing:
+    fetches = generation.state is State.OPEN and generation.owner == LOADER
+    if not (fetches or generation.state is State.FILLING) or generation.sealing:
         return
     if not generation.filled_bytes < done_bytes <= total_bytes:
         return

@@ -39,8 +39,14 @@ def generation_report(ledger: Ledger, generation: Generation, now_s: float) -> G
         filled_by=ledger.owner_pid(generation),
         private=generation.private,
         fixed=generation.fixed,
-        fill=_fill_report(generation, now_s) if generation.state is State.FILLING else None,
+        fill=_fill_report(generation, now_s) if _comes_further(generation) else None,
     )
+
+
+def _comes_further(generation: Generation) -> bool:
+    """Say whether it is filled, or what is needed to know its size is fetched."""
+    fetched = generation.pace is not None and generation.queued_s is None
+    return generation.state is State.FILLING or (generation.state is State.OPEN and fetched)
 
 
 def _fill_report(generation: Generation, now_s: float) -> FillReport:

@@ -166,7 +166,8 @@ class Generation:
         deaths: how many owners of this fill died, this generation's predecessors included.
         size_bytes: 0 until RESERVE; charged from RESERVED on.
         queued_s: since when its RESERVE waits for room.
-        filled_bytes, total_bytes: how far the fill is, as its owner says, and of how much.
+        filled_bytes, total_bytes: how far the fill is, as its owner says, and of how much; before
+            RESERVE, what its loader fetches to know the size.
         progressed_s: when the fill last came further; 0 until it has begun.
         pace: how fast it does. Of one that another coordinator began, since it was heard of.
         idle_s: since when nobody leases it.

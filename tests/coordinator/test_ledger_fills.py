@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from coordinator.ledger import status_report
 from coordinator.ledger.state import State
 from shm_store.errors import SourceMalformed
-from shm_store.wire import Cause, Fail, Grant, Progress
+from shm_store.wire import Cause, Fail, Filling, Grant, Progress, Reserve
 from tests.coordinator.ledger_world import Seal, StartLoader, World
 
 
@@ -159,3 +160,30 @@ def test_outcomes_for_generations_that_are_past_them_change_nothing():
         assert late(gen) == []
     assert world.freed(gen) == []
     assert world.leases(gen) == {1: lease}
+
+
+def test_a_loader_that_fetches_before_it_knows_the_size_is_waited_for():
+    """Its PROGRESS counts before RESERVE, too, and is counted anew as it fills."""
+    world = World()
+    world.attach(1)
+    rid = world.load(1, "k", timeout_s=10)
+    gen = world.newest()
+    for step in range(1, 4):
+        world.wait_until(9.0 * step)
+        world.by_owner(gen, None, Progress(gen, 50 * step, 200))
+    assert world.answer(1, rid) is None
+    assert world.messages(1, Filling)[-1] == Filling(rid, 150, 200)
+    (shown,) = status_report(world.ledger, world.now_s).generations
+    fill = shown.fill
+    assert fill is not None and (fill.done_bytes, fill.total_bytes) == (150, 200)
+    world.by_owner(gen, None, Reserve(gen, 100))
+    (shown,) = status_report(world.ledger, world.now_s).generations
+    assert shown.fill is None
+    world.backed(gen)
+    world.wait_until(36.0)
+    world.by_owner(gen, None, Progress(gen, 10, 100))
+    assert world.generation(gen).filled_bytes == 10
+    assert world.messages(1, Filling)[-1] == Filling(rid, 10, 100)
+    world.by_owner(gen, None, Progress(gen, 10, 100))  # no more than before: no progress
+    world.wait_until(47.0)
+    assert world.failure(1, rid) == "load_timeout"
