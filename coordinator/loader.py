@@ -46,7 +46,7 @@ import socket
 import sys
 
 from coordinator.checkpoint import HEAD_BYTES, LENGTH_BYTES, Checkpoint, header_bytes, parse
-from coordinator.pump import Meter, Pump, read_into
+from coordinator.pump import Meter, Pump, ReadAhead, read_into
 from shm_store.channel import Channel, close_all
 from shm_store.errors import (
     ConnectionLost,
@@ -197,7 +197,8 @@ def load(channel: Channel, fetch: Fetch, source_fd: int) -> None:
             remedy="split the checkpoint, or load it yourself with build=",
         ) from error
     _send(channel, Reserve(fetch.gen, segment_bytes(len(manifest), checkpoint.data_bytes)))
-    segment_fd = _receive_space(channel)
+    with ReadAhead([(source_fd, fetch.source)], checkpoint.copies):
+        segment_fd = _receive_space(channel)
     try:
         meter = Meter(
             checkpoint.copied_bytes(),

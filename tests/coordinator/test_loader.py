@@ -251,25 +251,27 @@ from coordinator import loader
 sys.exit(loader.main(sys.argv))
 """
 
-REFUSING = """
-import errno, os, sys
+NOTES_ADVICE = """
+import os, sys
 sys.argv = sys.argv[:1] + sys.argv[2:]
-def refuse(*_):
-    raise OSError(errno.{code}, os.strerror(errno.{code}))
-os.sendfile = refuse
+os.posix_fadvise = lambda fd, *what: os.write(2, b"%d %d %d\\n" % what)
 from coordinator import loader
 sys.exit(loader.main(sys.argv))
 """
 
 
-@pytest.mark.parametrize("code", ["EINVAL", "ENOSYS", "EAGAIN"])
-def test_a_file_system_without_sendfile_is_read_all_the_same(tmp_path, code):
-    tensors = {**TENSORS, "big": np.arange(700_001, dtype="f4")}
-    safetensors.numpy.save_file(tensors, tmp_path / "a")
-    command = [sys.executable, "-c", REFUSING.format(code=code), "-"]
-    played, exit_code, stderr = fill(tmp_path / "a", command)
-    assert (exit_code, stderr) == (0, "")
-    assert played.found == expected(tensors)
+def test_the_disk_is_at_work_while_the_segment_gets_its_pages(tmp_path):
+    """What is to be copied first is asked for before SPACE comes."""
+    path, size = tmp_path / "a", 1_000_000
+    safetensors.numpy.save_file({"a": np.zeros(size, dtype="u1")}, path)
+    with started([sys.executable, "-c", NOTES_ADVICE, "-"]) as played, opened(path) as source_fd:
+        played.fetch(source_fd)
+        reserve = played.await_reserve()
+        assert played.process.stderr is not None
+        asked = played.process.stderr.readline().split()
+        assert asked == [str(path.stat().st_size - size), str(size), str(os.POSIX_FADV_WILLNEED)]
+        played.give_space(reserve.size_bytes)
+        assert played.await_end() == (Commit(GEN), 0, "")
 
 
 # --- bad files ----------------------------------------------------------------------------------
