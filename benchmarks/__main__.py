@@ -78,7 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("--rounds", type=int, default=25)
     share.set_defaults(run=_share)
 
-    for command in (attach, memory, death, start, lock, scale, swap, restart, share):
+    fill = commands.add_parser("fill", help="until the bytes of a file are in memory for all")
+    _sized(fill, 2000, 300)
+    fill.add_argument("--rounds", type=int, default=5, help="with the file in the page cache")
+    fill.add_argument("--cold-rounds", type=int, default=5, help="with the file on the disk only")
+    fill.add_argument("--crowd-mb", type=float, default=4000, help="of what many ask for; 0: none")
+    fill.add_argument("--workers", type=int, default=8, help="that ask at once")
+    fill.add_argument("--folder", help="on the disk to measure, for up to four such files")
+    fill.add_argument("--disk-mb-per-s", type=float, default=0, help="hold the disk to (as root)")
+    fill.set_defaults(run=_fill)
+
+    for command in (attach, memory, death, start, lock, scale, swap, restart, share, fill):
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -189,6 +199,25 @@ def _share(options: argparse.Namespace) -> Outcome:
             options.rounds,
             options.warm_mb << 20,
             options.skip,
+        )
+    )
+
+
+def _fill(options: argparse.Namespace) -> Outcome:
+    from benchmarks import fill
+
+    return fill.run(
+        fill.Options(
+            size_bytes=int(options.size_mb * 1e6),
+            tensors=options.tensors,
+            rounds=options.rounds,
+            cold_rounds=options.cold_rounds,
+            crowd_bytes=int(options.crowd_mb * 1e6),
+            workers=options.workers,
+            warm_bytes=options.warm_mb << 20,
+            skip=options.skip,
+            folder=options.folder,
+            disk_bytes_per_s=int(options.disk_mb_per_s * 1e6),
         )
     )
 
