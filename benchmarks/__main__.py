@@ -84,7 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     pages.add_argument("--fresh-rounds", type=int, default=9, help="fresh processes of each")
     pages.set_defaults(run=_pages)
 
-    for command in (attach, memory, death, start, lock, scale, swap, restart, share, pages):
+    fill = commands.add_parser("fill", help="until the bytes of a file are in memory for all")
+    _sized(fill, 2000, 300)
+    fill.add_argument("--rounds", type=int, default=5, help="with the file in the page cache")
+    fill.add_argument("--cold-rounds", type=int, default=5, help="with the file on the disk only")
+    fill.add_argument("--crowd-mb", type=float, default=4000, help="of what many ask for; 0: none")
+    fill.add_argument("--workers", type=int, default=8, help="that ask at once")
+    fill.add_argument("--folder", help="on the disk to measure, for up to four such files")
+    fill.add_argument("--disk-mb-per-s", type=float, default=0, help="hold the disk to (as root)")
+    fill.set_defaults(run=_fill)
+
+    every = (attach, memory, death, start, lock, scale, swap, restart, share, pages, fill)
+    for command in every:
         command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -209,6 +220,25 @@ def _pages(options: argparse.Namespace) -> Outcome:
             options.rounds,
             options.fresh_rounds,
             options.warm_mb << 20,
+        )
+    )
+
+
+def _fill(options: argparse.Namespace) -> Outcome:
+    from benchmarks import fill
+
+    return fill.run(
+        fill.Options(
+            size_bytes=int(options.size_mb * 1e6),
+            tensors=options.tensors,
+            rounds=options.rounds,
+            cold_rounds=options.cold_rounds,
+            crowd_bytes=int(options.crowd_mb * 1e6),
+            workers=options.workers,
+            warm_bytes=options.warm_mb << 20,
+            skip=options.skip,
+            folder=options.folder,
+            disk_bytes_per_s=int(options.disk_mb_per_s * 1e6),
         )
     )
 

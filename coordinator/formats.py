@@ -5,13 +5,14 @@ Each format has a reader of its own; see `Contents` for what they give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator import casting
 from coordinator.checkpoint import Checkpoint, Stored, check_found, lay_out
 from coordinator.local_file import LocalFile
-from coordinator.pump import Meter, Pump
+from coordinator.pump import Meter, Pump, ReadAhead
 from coordinator.safetensors_file import HEAD_BYTES, LENGTH_BYTES, header_bytes, read_table
 from coordinator.torch_file import is_torch_file
 from shm_store.errors import SourceChanged
@@ -41,8 +42,12 @@ class Contents(Protocol):
     @property
     def filled_bytes(self) -> int: ...
 
-    def prepare(self) -> None:
-        """Do what filling needs and takes time, while the coordinator makes room for it."""
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
+        """Do what filling needs and takes time, and needs no segment, while there is none yet.
+
+        Raises:
+            SourceError: it cannot be filled.
+        """
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Write all tensor bytes; they begin at `data_start` in the segment.
@@ -63,10 +68,13 @@ class FileContents:
         self.data_bytes = checkpoint.data_bytes
         self.filled_bytes = checkpoint.filled_bytes()
 
-    def prepare(self) -> None:
-        """Import torch, if there is something to cast."""
-        if self._checkpoint.casts:
-            casting.prepare(self._checkpoint, [name for _, name in self._files])
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Have the kernel read what is copied, and import torch, if there is something to cast."""
+        with ReadAhead(self._files, self._checkpoint.copies):
+            if self._checkpoint.casts:
+                casting.prepare(self._checkpoint, [name for _, name in self._files])
+            yield
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Have the kernel copy them, and torch cast them."""
@@ -93,10 +101,12 @@ class RemoteContents:
         if checkpoint.casts:
             self.filled_bytes += sum(file.size_bytes for file in files)
 
-    def prepare(self) -> None:
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
         """Import torch, if there is something to cast."""
         if self._checkpoint.casts:
             casting.prepare(self._checkpoint, [file.name for file in self._files])
+        yield
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Fetch them."""

@@ -36,10 +36,17 @@ imported only then.
 from __future__ import annotations
 
 import gc
+import sys
 
 if __name__ == "__main__":
     # Before the imports: looking for cycles is a tenth of them, and the process is short-lived.
     gc.disable()
+    # A third of them is typing_extensions and what it imports; msgspec does without where it is
+    # not installed. Whoever imports it later finds it.
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    import msgspec  # noqa: F401
+
+    del sys.modules["typing_extensions"]
 
 import os
 import signal
@@ -216,8 +223,8 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
         manifest = _reserve_digests(manifest, source)
     size_bytes = segment_bytes(len(manifest), contents.data_bytes)
     _send(channel, Reserve(fetch.gen, size_bytes))
-    contents.prepare()
-    segment_fd = _receive_space(channel)
+    with contents.ahead():
+        segment_fd = _receive_space(channel)
     try:
         meter = Meter(contents.filled_bytes, report)
         data_start = write_manifest(segment_fd, manifest)

@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -77,8 +78,9 @@ class PickleContents:
         self.data_bytes = max((offset + size for offset, size in sizes), default=0)
         self.filled_bytes = sum(size for _, size in sizes)
 
-    def prepare(self) -> None:
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is left to do."""
+        return contextlib.nullcontext()
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Write each group from where torch has it, and let go of it."""

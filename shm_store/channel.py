@@ -34,7 +34,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shm_store.errors import (
     ArgumentRefused,
@@ -71,8 +71,7 @@ PATH_LIMIT_BYTES = 107
 SO_PEERPIDFD = 77
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(NamedTuple):
     """Who connected, by the kernel's word at the time of `connect`."""
 
     pid: int

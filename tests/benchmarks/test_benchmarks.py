@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rows import Claim, Row, interleave, percentile
+from benchmarks import reading
+from benchmarks.fillers import LOAD_FILE as FIRST_READ
+from benchmarks.fillers import PEERS, Filler, Places
+from benchmarks.rows import Claim, Row, Unavailable, interleave, percentile
 
 ROOT = Path(__file__).parents[2]
 ROW_FIELDS = {"case", "ours", "floor", "peers", "ratio_to_floor", "ratio_to_best_peer"}
@@ -149,6 +152,50 @@ def test_share_moves_nothing_and_is_compared_with_a_host_attach():
         assert 0 < row["ours"] < 10 and 0 < row["floor"] < 10
         assert claims(row)["first lock / host attach"] == pytest.approx(row["ratio_to_floor"])
         assert claims(row)["bytes of the weights moved"] == 0
+
+
+@pytest.mark.process
+def test_fill_times_ours_the_floor_and_a_peer_warm_and_cold_and_counts_what_many_take():
+    """`fill --json`: whole and in the loader only, from the disk, and many workers at once."""
+    skipped = [argument for name in PEERS if name != FIRST_READ for argument in ("--skip", name)]
+    warm, alone, *on_disk = run(
+        *("fill", "--size-mb", "4", "--tensors", "20", "--warm-mb", "0", "--rounds", "1"),
+        *("--cold-rounds", "1", "--crowd-mb", "48", "--workers", "2", *skipped),
+    )
+    for row in (warm, *on_disk[:1]):
+        assert 0 < row["floor"] < 10 and 0 < row["ours"] < 10
+        assert set(row["peers"]) == {FIRST_READ}
+    assert claims(warm)["of the floor's speed"] == pytest.approx(1 / warm["ratio_to_floor"])
+    assert 0 < alone["ours"] < warm["ours"] and 0 < alone["floor"] < warm["floor"]
+    if not on_disk:
+        return  # temporary files are in memory here
+    _, crowd = on_disk
+    assert 1 <= crowd["ratio_to_floor"] == claims(crowd)["copies in memory at its peak"] < 2
+    assert 1 <= claims(crowd)["files read from the disk"] < 2
+    assert 1 <= claims(crowd)["files read by system calls"] < 2
+
+
+@pytest.mark.process
+def test_a_peer_that_cannot_run_is_named_with_its_error(tmp_path):
+    """At its start or at a sample, in words that go into the row; never silently left out."""
+    places = Places(str(tmp_path / "missing"))
+    with pytest.raises(Unavailable) as caught:
+        Filler("nobody", places)
+    assert "KeyError" in str(caught.value)
+    with Filler(FIRST_READ, places) as filler, pytest.raises(Unavailable) as caught:
+        filler.sample()
+    assert "No such file" in str(caught.value)
+
+
+def test_what_is_cached_of_a_file_is_known(tmp_path):
+    """All of what was just written; and, where a disk is behind it, nothing after it is dropped."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    with path.open("rb") as file:
+        assert reading.cached(file.fileno()) == 1.0
+        assert reading.drop(str(path)) in (0.0, 1.0)
+        file.read(1)
+        assert reading.cached(file.fileno()) > 0
 
 
 def test_interleave_takes_one_sample_of_each_per_round():

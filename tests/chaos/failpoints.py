@@ -100,7 +100,7 @@ FAILPOINTS = (
     Failpoint("loader", "after RESERVE", _SENDS, "after", "Reserve"),
     Failpoint("loader", "after SPACE", _HEARS, "after", "Space"),
     Failpoint("loader", "manifest written", "shm_store.segment:write_manifest", "after"),
-    Failpoint("loader", "in the fill", "os:sendfile", "after", nth=2),
+    Failpoint("loader", "in the fill", "coordinator.pump:Pump._move", "after", nth=2),
     Failpoint("loader", "before COMMIT", _SENDS, "before", "Commit"),
     Failpoint("loader", "after COMMIT", _SENDS, "after", "Commit"),
     # --- coordinator

@@ -135,7 +135,7 @@ def filled(tmp_path, checkpoint: Checkpoint, data: bytes) -> bytes:
     try:
         os.truncate(segment, checkpoint.data_bytes + 64)
         files = [(source, "nice name")]
-        casting.prepare(checkpoint, files)
+        casting.prepare(checkpoint, [name for _, name in files])
         meter = Meter(checkpoint.filled_bytes(), lambda *_: None)
         casting.fill(checkpoint, files, segment, 64, meter)
         assert meter.done_bytes == checkpoint.filled_bytes()
@@ -204,7 +204,7 @@ def test_a_dtype_that_this_torch_lacks_is_refused_with_what_helps(monkeypatch, t
     monkeypatch.delitem(TORCH_DTYPES, "F8_E8M0")
     checkpoint = Checkpoint(Manifest((), ()), 64, (), (Cast(0, 0, 8, "F8_E8M0", "F16"),))
     with pytest.raises(SourceUnsupported, match=r"nice name: torch .* has no dtype") as refused:
-        casting.prepare(checkpoint, [(0, "nice name")])
+        casting.prepare(checkpoint, ["nice name"])
     assert refused.value.remedy == "install a newer torch"
 
 
