@@ -43,8 +43,9 @@ from benchmarks.rows import (
 )
 from benchmarks.slow_disk import held_to
 from coordinator.operator import Operator
+from shm_store.checkpoint_files import open_checkpoint
 from shm_store.keys import Key
-from shm_store.source import open_source
+from shm_store.reading import AS_IT_IS
 
 OF_FLOOR = 0.9
 """Of the floor's speed, and of the disk's."""
@@ -132,11 +133,11 @@ class _Ours:
         self._number += 1
         key = Key(f"fill/{self._number}")
         started_s = time.perf_counter()
-        source_fd = open_source(file)
+        source = open_checkpoint(file)
         try:
-            granted = self._operator.acquire(key, file, source_fd, LOAD_LIMIT_S)
+            granted = self._operator.acquire(key, source, AS_IT_IS, LOAD_LIMIT_S)
         finally:
-            os.close(source_fd)
+            source.close()
         took_s = time.perf_counter() - started_s
         self._operator.release(granted)
         self._operator.evict(key)

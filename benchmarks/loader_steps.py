@@ -52,7 +52,7 @@ def sample(path: str) -> Steps:
     ours, theirs = pair()
     ours.settimeout(LIMIT_S)
     source_fd, segment_fd = open_source(path), segment.create(GEN)
-    asked = fingerprint(os.fstat(source_fd))
+    asked = fingerprint([os.fstat(source_fd)])
     begun_s = time.perf_counter()
     process = subprocess.Popen(
         loader.command(theirs.fileno()), cwd=ROOT, pass_fds=(theirs.fileno(),)

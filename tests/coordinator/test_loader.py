@@ -254,7 +254,7 @@ sys.exit(loader.main(sys.argv))
 NOTES_ADVICE = """
 import os, sys
 sys.argv = sys.argv[:1] + sys.argv[2:]
-os.posix_fadvise = lambda fd, *what: os.write(2, b"%d %d %d\n" % what)
+os.posix_fadvise = lambda fd, *what: os.write(2, b"%d %d %d\\n" % what)
 from coordinator import loader, private_memory
 sys.exit(loader.main(sys.argv))
 """

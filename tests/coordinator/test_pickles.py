@@ -390,9 +390,12 @@ CUTTING = """
 import sys
 from coordinator import loader
 RUN = '''
-import os, sys
+import contextlib, os, sys
 from coordinator import loader, pickles
-pickles.PickleContents.prepare = lambda contents: os.truncate(os.environ["CUT"], 50_000)
+def cut(contents):
+    os.truncate(os.environ["CUT"], 50_000)
+    return contextlib.nullcontext()
+pickles.PickleContents.ahead = cut
 sys.exit(loader.main(sys.argv))
 '''
 loader.command = lambda fd: [sys.executable, "-c", RUN, str(fd)]

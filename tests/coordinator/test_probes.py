@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import tomllib
-from dataclasses import replace
 from importlib import util
 
 import pytest
@@ -166,7 +165,7 @@ def test_a_message_that_is_refused_is_a_failure(monkeypatch):
 @pytest.mark.usefixtures("no_fd_is_left")
 def test_a_sender_with_another_name_is_a_failure(monkeypatch):
     told_of = Channel.credentials
-    monkeypatch.setattr(Channel, "credentials", lambda self: replace(told_of(self), pid=0))
+    monkeypatch.setattr(Channel, "credentials", lambda self: told_of(self)._replace(pid=0))
     told(kernel.sockets(), "fail", "pid 0")
 
 

@@ -77,6 +77,7 @@ def test_every_byte_is_where_it_belongs_and_nothing_else(monkeypatch, files, seg
     reports: list[tuple[int, int]] = []
     meter = meter_of(copies, lambda done, total: reports.append((done, total)))
     Pump(files, segment_fd).copy(iter(copies), DATA_START, meter)
+    meter.finish()
     assert os.pread(segment_fd, len(expected), 0) == expected
     assert meter.done_bytes == meter.total_bytes == sum(copy.size_bytes for copy in copies)
     assert reports[-1] == (meter.total_bytes, meter.total_bytes)
