@@ -1,7 +1,8 @@
 """`pages`: attach and the first read of every page, with weights in huge pages and in small ones.
 
-The same file is READY at two coordinators: one has collapsed it to pages of 2 MiB, the other was
-told to leave it in pages of 4 KiB. Beside them safetensors' `load_file`, which maps the file.
+The same file is READY at two coordinators: one has it in pages of 2 MiB, the other was told to
+leave it in pages of 4 KiB. Beside them safetensors' `load_file`, which maps the file. Before that:
+what memory of either kind costs who fills it.
 
 Repeats in one process and the first time in fresh ones, in turns, in the conditions of `attach`.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import echo, fresh
+from benchmarks import echo, filling, fresh
 from benchmarks.attach import visit
 from benchmarks.checkpoint import generate, total_bytes, write_safetensors
 from benchmarks.contenders import ALIGNED_FLOOR, LOAD_FILE, OURS, Contender, Places, contender
@@ -54,6 +55,7 @@ class Options:
     rounds: int = 25
     fresh_rounds: int = 9
     warm_bytes: int = 3 << 30
+    fill_rounds: int = 9
 
 
 def run(options: Options) -> Outcome:
@@ -66,10 +68,11 @@ def run(options: Options) -> Outcome:
         weights_bytes = total_bytes(tensors)
         file = write_safetensors(tensors, folder / "model.safetensors")
         tensors.clear()
+        rows = [filling.row(file, options.fill_rounds)] if options.fill_rounds else []
         huge, collapsed = _coordinator(stack, folder, "huge", file)
         small, _ = _coordinator(stack, folder, "small", file, "--no-huge-pages")
         places = {HUGE: huge, HUGE_FLOOR: huge, SMALL: small, SMALL_FLOOR: small, LOAD_FILE: small}
-        rows = _rows("repeated in one process", _repeats(stack, places, options.rounds), collapsed)
+        rows += _rows("repeated in one process", _repeats(stack, places, options.rounds), collapsed)
         if options.fresh_rounds:
             taken = interleave(
                 options.fresh_rounds,
@@ -87,6 +90,7 @@ def run(options: Options) -> Outcome:
             page_cache="warm",
             rounds=options.rounds,
             fresh_rounds=options.fresh_rounds,
+            fill_rounds=options.fill_rounds,
         )
     return Outcome("pages", facts, rows)
 

@@ -1,10 +1,12 @@
 """The backing child: gives a segment its pages, so that nobody else meets a lack of memory.
 
-    python -I -S backing.py FD SIZE_BYTES PARENT_PID
+    python -I -S backing.py FD SIZE_BYTES HUGE PARENT_PID
 
-FD is the segment, inherited. Exit codes are the `EXIT_` constants below; each but 0 comes with one
-line on stderr. The file runs by itself: it imports `os` and `sys`, nothing else, and starts in a
-few milliseconds. `coordinator.memory` takes the cgroup reader from here.
+FD is the segment, inherited. HUGE is 1 if its pages are to be of 2 MiB where they can be had, or 0.
+Exit codes are the `EXIT_` constants below; each but 0 comes with one line on stderr, and 0 with how
+many bytes are in huge pages, on stdout. The file runs by itself: it imports `os` and `sys`, and
+`coordinator.huge_backing` where there may be a huge page, and starts in a few milliseconds; it is
+compiled each time. `coordinator.memory` takes the cgroup reader from here.
 
     Note on running out
     fact: in a memory cgroup at its limit, and on a host without memory left, `posix_fallocate` on a
@@ -32,6 +34,9 @@ STEP_BYTES = 64 * 1024 * 1024
 SPARE_BYTES = 32 * 1024 * 1024
 """Left to the other processes, to the loader's own memory and to the kernel's tables."""
 
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+"""As in `shm_store.layout`."""
+
 EXIT_BACKED = 0
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 3
@@ -46,10 +51,17 @@ _UNLIMITED_BYTES = 1 << 60
 """A v1 limit that means none is the largest page-aligned integer."""
 
 
-def command(fd: int, size_bytes: int) -> list[str]:
+def command(fd: int, size_bytes: int, huge: bool) -> list[str]:
     """Return the command line that backs the inherited `fd`, for a child of this very process."""
     script = os.path.abspath(__file__)
-    return [sys.executable, "-I", "-S", script, str(fd), str(size_bytes), str(os.getpid())]
+    numbers = (fd, size_bytes, int(huge), os.getpid())
+    return [sys.executable, "-I", "-S", script, *map(str, numbers)]
+
+
+def huge_bytes(said: str) -> int:
+    """Return how much a child that ended with 0 has said to be in huge pages."""
+    line = said.strip()
+    return int(line) if line.isdecimal() else 0
 
 
 def reason(returncode: int, stderr_text: str) -> str:
@@ -73,23 +85,36 @@ def reason(returncode: int, stderr_text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Run as the backing child; return the exit code."""
     try:
-        fd, size_bytes, parent_pid = (int(argument) for argument in arguments[1:])
+        fd, size_bytes, huge, parent_pid = (int(argument) for argument in arguments[1:])
     except ValueError:
-        return _end(EXIT_USAGE, "usage: backing.py FD SIZE_BYTES PARENT_PID")
+        return _end(EXIT_USAGE, "usage: backing.py FD SIZE_BYTES HUGE PARENT_PID")
     volunteer()
-    return back(fd, size_bytes, parent_pid)
+    return back(fd, size_bytes, parent_pid, bool(huge))
 
 
-def back(fd: int, size_bytes: int, parent_pid: int) -> int:
+def back(fd: int, size_bytes: int, parent_pid: int, huge: bool) -> int:
     """Give `fd` its pages from the first to `size_bytes`; return the exit code."""
+    pages = None
+    if huge and size_bytes >= HUGE_PAGE_BYTES:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        try:
+            from coordinator.huge_backing import HugePages
+
+            pages = HugePages(fd, size_bytes)
+        except (ImportError, OSError):
+            pass  # no ctypes, or a limit on maps. Pages of 4 KiB need neither.
     for start in range(0, size_bytes, STEP_BYTES):
         if os.getppid() != parent_pid:
             return _end(EXIT_PARENT_GONE, "the coordinator is gone")
         lack = shortage(size_bytes - start)
         if lack:
             return _end(EXIT_NO_HEADROOM, lack)
+        step_bytes = min(STEP_BYTES, size_bytes - start)
+        if pages is not None:
+            pages.back(start, start + step_bytes)
         try:
-            os.posix_fallocate(fd, start, min(STEP_BYTES, size_bytes - start))
+            # Counts and errors are those of this call, whatever was there before.
+            os.posix_fallocate(fd, start, step_bytes)
         except OSError as error:
             # The module errno is one more import; these two numbers are Linux's on every machine.
             code = EXIT_NO_MEMORY if error.errno in (12, 28) else EXIT_REFUSED
@@ -97,6 +122,7 @@ def back(fd: int, size_bytes: int, parent_pid: int) -> int:
                 code,
                 f"the kernel gave {_mib(start)} of {_mib(size_bytes)}, then: {error.strerror}",
             )
+    print(0 if pages is None else pages.backed_bytes)
     return EXIT_BACKED
 
 

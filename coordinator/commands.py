@@ -282,7 +282,7 @@ def status(
     named by the end of its id, `#1a`. States: open, its size is not known yet; reserved, charged,
     and the kernel is asked for memory; filling, with how far that is, how fast of late, and how
     long it takes if it goes on so; ready; retired, replaced or invalidated but still held; freeing.
-    Ready weights of 2 MiB or more are moved into huge pages in the background.
+    Weights of 2 MiB or more are in huge pages, from the start or, once ready, in the background.
     "waiting" counts the requests that wait for it, "waiting for" the keys that a process waits for.
     Ready weights that nobody holds are retained: kept warm until room is needed.
 

@@ -256,8 +256,9 @@ class Executor:
         gen = effect.gen
         try:
             fd = self.segments.create(gen)
-            command = backing.command(fd, effect.size_bytes)
-            child = Child(command, pass_fds=(fd,), stderr=subprocess.PIPE)
+            command = backing.command(fd, effect.size_bytes, self._huge_pages.wanted)
+            # One pipe for both, as fds may be few. It says one of the two.
+            child = Child(command, pass_fds=(fd,), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         except OSError as error:
             self._backings.leave(gen)
             remedy = REMEDY if out_of_fds(error) else None
@@ -269,12 +270,13 @@ class Executor:
     async def _await_backing(self, gen: GenerationId, fd: int, child: Child) -> None:
         code = await ended(child)
         self._backings.leave(gen)
-        assert child.process.stderr is not None
-        with child.process.stderr as stderr:
-            said = stderr.read().decode(errors="replace")
+        assert child.process.stdout is not None
+        with child.process.stdout as stdout:
+            said = stdout.read().decode(errors="replace")
         if code:
             self._feed(BackingRefused(gen, backing.reason(code, said)))
             return
+        self._huge_pages.backed(gen, backing.huge_bytes(said))
         fix_size(fd)
         self._feed(Backed(gen))
 
@@ -307,6 +309,7 @@ class Executor:
         if earlier is not None:
             earlier.cancel()  # it was somebody's again since, and we have an fd of it, too
         await _end(jobs)
+        self._huge_pages.drop(gen)  # again: a backing child may have been done all the same
         fd = self.segments.take(gen)
         if fd is not None:
             await self._loop.run_in_executor(None, os.close, fd)

@@ -1,5 +1,8 @@
 """Has segments collapsed to huge pages, one after the other, once nobody can change them any more.
 
+Most were backed by such pages from the start, by `coordinator.backing`, and need nothing. The rest
+has another try, and so has what was backed under an earlier coordinator.
+
 What is here is no state of the ledger, and nothing waits for it: a segment is READY, granted,
 mapped and freed in the same way before, meanwhile and after. FREE ends the child and waits for it,
 as for every job of a generation. See `coordinator.collapsing` for what the child does.
@@ -57,22 +60,29 @@ class HugePages:
         self._loop = loop
         self._segments = segments
         self._start = start
-        self._wanted = wanted
+        self.wanted = wanted
+        """Whether segments are to have huge pages."""
         self._known: dict[GenerationId, _Pages] = {}
         self._waiting: dict[GenerationId, None] = {}
         """In their order."""
         self._at: tuple[GenerationId, Child] | None = None
 
-    def add(self, gen: GenerationId) -> None:
-        """A segment is READY: have it collapsed, later, if it is large enough.
+    def backed(self, gen: GenerationId, huge_bytes: int) -> None:
+        """A segment has its pages, not yet filled. If all are huge, nothing is left to be done."""
+        fd = self._segments.fd(gen)
+        if fd is not None and 0 < backed_bytes(fd) <= huge_bytes:
+            self._known[gen] = _Pages(huge_bytes)
 
-        One that is in huge pages already, under an earlier coordinator, costs a look.
+    def add(self, gen: GenerationId) -> None:
+        """A segment is READY: have it collapsed, later, if it is large enough and not huge yet.
+
+        One that an earlier coordinator has had backed or collapsed costs a look.
         """
         fd = self._segments.fd(gen)
         if fd is None or gen in self._known or backed_bytes(fd) < HUGE_PAGE_BYTES:
             return
-        self._known[gen] = _Pages(why_not="" if self._wanted else OFF)
-        if self._wanted:
+        self._known[gen] = _Pages(why_not="" if self.wanted else OFF)
+        if self.wanted:
             self._waiting[gen] = None
             # Not from here: the GRANT goes out first.
             self._loop.call_soon(self._next)

@@ -37,7 +37,7 @@ BACKS = "import signal; signal.pause()"
 def _children_that_only_wait(monkeypatch):
     """A loader takes its source and goes no further; a backing child does nothing."""
     monkeypatch.setattr(loader, "command", lambda fd: [sys.executable, "-c", LOADS, str(fd)])
-    monkeypatch.setattr(backing, "command", lambda fd, size_bytes: [sys.executable, "-c", BACKS])
+    monkeypatch.setattr(backing, "command", lambda *numbers: [sys.executable, "-c", BACKS])
 
 
 class Outside:

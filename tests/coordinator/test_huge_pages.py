@@ -12,7 +12,7 @@ import pytest
 
 from coordinator import collapsing
 from coordinator.executor import Executor
-from coordinator.ledger.events import Event, Free, Freed, Keep
+from coordinator.ledger.events import Back, Backed, Event, Free, Freed, Keep
 from coordinator.ledger.events import Send as Said
 from shm_store import segment
 from shm_store.keys import GenerationId, SessionId
@@ -32,6 +32,15 @@ LARGE_BYTES = 6 * MIB
 """What its segment takes."""
 LARGEST = 500 * MIB
 """Not collapsed before a test has looked."""
+
+SMALL_AT_FIRST = """
+from coordinator import backing
+command = backing.command
+backing.command = lambda fd, size_bytes, huge: command(fd, size_bytes, False)
+from coordinator.cli import main
+main()
+"""
+"""A coordinator whose segments have no huge pages from the start, as on a fragmented host."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +78,26 @@ def coordinator(tmp_path_factory):
         yield started
 
 
-def test_what_was_sealed_is_in_huge_pages_and_status_says_so(coordinator: Coordinator):
+@pytest.fixture
+def small_at_first(tmp_path):
+    path = str(tmp_path / "s")
+    with running(path, "--ram-budget", "1GiB", program=("-c", SMALL_AT_FIRST)) as started:
+        yield started
+
+
+def test_a_large_segment_is_in_huge_pages_when_it_is_ready(coordinator: Coordinator):
+    """It was backed so: nothing has to be waited for."""
+    peer = Peer(coordinator.socket)
+    peer.publish("at once", b"\1" * LARGE)
+    found = peer.generation("at once")
+    assert found is not None
+    assert (found.state, found.huge_bytes, found.not_huge) == ("ready", found.size_bytes, "")
+    assert found.collapsed_by is None
+    assert children_of(coordinator.pid) == []
+
+
+def test_what_was_sealed_is_in_huge_pages_and_status_says_so(small_at_first: Coordinator):
+    coordinator = small_at_first
     peer = Peer(coordinator.socket)
     peer.publish("large", b"\1" * LARGE)
     found = until(peer, "large", settled)
@@ -88,8 +116,9 @@ def test_what_is_less_than_a_huge_page_is_left_alone(coordinator: Coordinator):
     assert (found.huge_bytes, found.not_huge, found.collapsed_by) == (0, "", None)
 
 
-def test_books_and_kernel_agree_while_it_is_done_and_freeing_does_not_wait(coordinator):
+def test_books_and_kernel_agree_while_it_is_done_and_freeing_does_not_wait(small_at_first):
     """The child has fd and map, and is stopped: FREED comes, and then nobody has any of it."""
+    coordinator = small_at_first
     peer = Peer(coordinator.socket)
     grant = peer.publish("freed", b"\1" * LARGEST)
     os.close(*peer.fds)
@@ -110,14 +139,13 @@ def test_books_and_kernel_agree_while_it_is_done_and_freeing_does_not_wait(coord
     coordinator.audit()
 
 
-def test_the_coordinator_ends_while_it_is_done(tmp_path):
+def test_the_coordinator_ends_while_it_is_done(small_at_first):
     """`running` holds its end against what it may say and how."""
-    with running(str(tmp_path / "s"), "--ram-budget", "1GiB") as coordinator:
-        peer = Peer(coordinator.socket)
-        peer.publish("k", b"\1" * LARGEST)
-        child = until(peer, "k", lambda found: found.collapsed_by).collapsed_by
-        coordinator.stop()
-        assert not os.path.exists(f"/proc/{child}")
+    peer = Peer(small_at_first.socket)
+    peer.publish("k", b"\1" * LARGEST)
+    child = until(peer, "k", lambda found: found.collapsed_by).collapsed_by
+    small_at_first.stop()
+    assert not os.path.exists(f"/proc/{child}")
 
 
 def test_turned_off_nothing_is_done_and_status_says_why(tmp_path):
@@ -178,8 +206,11 @@ class Outside:
         self.sent.append(message.report)
 
     async def freed(self, gen: GenerationId) -> None:
+        await self.hear(Freed(gen))
+
+    async def hear(self, event: Event) -> None:
         async with asyncio.timeout(WAIT_S):
-            while Freed(gen) not in self.heard:
+            while event not in self.heard:
                 self.news.clear()
                 await self.news.wait()
 
@@ -200,6 +231,12 @@ class Works:
         segment.freeze(fd, gen)
         self.executor.perform(Keep(gen))
 
+    def back(self) -> GenerationId:
+        """Have a child back one more."""
+        self.gens.append(gen := GenerationId(f"0000000000000001-{len(self.gens):08x}"))
+        self.executor.perform(Back(gen, HUGE_PAGE_BYTES))
+        return gen
+
     def report(self) -> list[GenerationReport]:
         """What STATUS would say of them."""
         facts = ("ready", HUGE_PAGE_BYTES, RAM, False, ())
@@ -216,10 +253,11 @@ class Works:
         return found
 
 
-def work(talk, count: int) -> None:
+def work(talk, count: int, huge_pages: bool = True) -> None:
     async def go() -> None:
         outside = Outside()
-        executor = Executor(asyncio.get_running_loop(), outside, outside.feed)
+        loop = asyncio.get_running_loop()
+        executor = Executor(loop, outside, outside.feed, huge_pages=huge_pages)
         try:
             await talk(Works(executor, outside, count))
         finally:
@@ -265,6 +303,40 @@ def test_ready_does_not_wait_for_a_child_and_there_is_one_at_a_time(children):
         assert "SIGKILL" in found[0].not_huge
 
     work(talk, 2)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_was_backed_huge_is_known_to_be_and_no_child_is_started(children, wanted):
+    """Where that is turned off, it was not."""
+    children += [WAITS_FOR_EVER]
+
+    async def talk(works: Works) -> None:
+        gen = works.back()
+        await works.outside.hear(Backed(gen))
+        works.executor.perform(Keep(gen))
+        await asyncio.sleep(0)
+        (found,) = works.report()
+        assert found.huge_bytes == HUGE_PAGE_BYTES * wanted
+        assert ("--no-huge-pages" in found.not_huge) != wanted
+        assert children == [WAITS_FOR_EVER]
+
+    work(talk, 0, wanted)
+
+
+def test_what_is_freed_when_it_was_backed_is_forgotten():
+    """The child is done, and FREE comes before that is heard of."""
+
+    async def talk(works: Works) -> None:
+        before = children_of(os.getpid())
+        gen = works.back()
+        (child,) = set(children_of(os.getpid())) - set(before)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        works.executor.perform(Free(gen))
+        await works.outside.freed(gen)
+        assert Backed(gen) in works.outside.heard
+        assert works.report()[0].huge_bytes == 0
+
+    work(talk, 0)
 
 
 def test_freeing_ends_the_child_and_who_waits_is_never_started(children):

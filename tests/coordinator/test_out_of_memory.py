@@ -32,8 +32,8 @@ backing.shortage = lambda needed_bytes: ""
 sys.exit(backing.main(sys.argv))
 '''
 folder, command = os.path.dirname(backing.__file__), backing.command
-def blind(fd, size_bytes):
-    python, isolated, bare, _, *arguments = command(fd, size_bytes)
+def blind(*numbers):
+    python, isolated, bare, _, *arguments = command(*numbers)
     return [python, isolated, bare, "-c", child, folder, *arguments]
 if sys.argv.pop(1) == "blind":
     backing.command = blind
