@@ -10,17 +10,20 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from shm_store.errors import SourceMalformed
 from shm_store.layout import ITEM_BYTES, contiguous_strides, place
-from shm_store.manifest import GroupEntry, Manifest, TensorEntry
+from shm_store.manifest import GroupEntry, Kind, Manifest, TensorEntry
+from shm_store.plain_values import encode_value
 from shm_store.reading import Reading
 
 
 class Stored(msgspec.Struct, frozen=True):
     """One tensor as a file has it: contiguous, from byte `start` of the file to `end`.
 
-    `file` is which of the checkpoint's files that is.
+    `file` is which of the checkpoint's files that is. A `packed` one is blocks of a quantised
+    tensor of that type in GGUF, which is of `size`.
     """
 
     name: str
@@ -29,6 +32,8 @@ class Stored(msgspec.Struct, frozen=True):
     start: int
     end: int
     file: int = 0
+    packed: str = ""
+    size: tuple[int, ...] = ()
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -64,11 +69,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """The segment's tensor bytes, alignment included."""
     copies: tuple[Copy, ...]
     casts: tuple[Cast, ...] = ()
+    values: tuple[tuple[int, bytes], ...] = ()
+    """What no file has: encoded values, each with its offset in the tensor bytes."""
 
     def filled_bytes(self) -> int:
         """Return how many bytes are written in all."""
         cast = sum(cast.elements * ITEM_BYTES[cast.to] for cast in self.casts)
-        return cast + sum(copy.size_bytes for copy in self.copies)
+        values = sum(len(value) for _, value in self.values)
+        return cast + values + sum(copy.size_bytes for copy in self.copies)
 
 
 def lay_out(table: Sequence[Stored], reading: Reading, source: str) -> Checkpoint:
@@ -87,42 +95,83 @@ def lay_out(table: Sequence[Stored], reading: Reading, source: str) -> Checkpoin
     """
     wanted, names = select(table, [tensor.name for tensor in table], reading, source)
     cast = reading.casts()
+    dtypes = [cast(tensor.name, tensor.dtype) for tensor in wanted]
     order = sorted(
         range(len(wanted)),
         key=lambda index: (wanted[index].file, wanted[index].start, wanted[index].end),
     )
-    dtypes = [cast(tensor.name, tensor.dtype) for tensor in wanted]
-    sizes = [_size_bytes(wanted[index], dtypes[index]) for index in order]
-    offsets, data_bytes = place(sizes)
     group_of = {index: group for group, index in enumerate(order)}
-    kept = [
-        (wanted[index], offset)
-        for index, offset in zip(order, offsets, strict=True)
-        if dtypes[index] == wanted[index].dtype
+    entries = [
+        TensorEntry(
+            names[index],
+            dtypes[index],
+            tensor.shape,
+            contiguous_strides(tensor.shape),
+            group_of[index],
+            0,
+        )
+        for index, tensor in enumerate(wanted)
     ]
+    values = _wrap(entries, wanted)
+    sizes = [*(_size_bytes(wanted[index], dtypes[index]) for index in order), *map(len, values)]
+    offsets, data_bytes = place(sizes)
+    kept: list[tuple[Stored, int]] = []
+    casts: list[Cast] = []
+    for index, at in zip(order, offsets, strict=False):
+        tensor = wanted[index]
+        if dtypes[index] == tensor.dtype:
+            kept.append((tensor, at))
+        elif tensor.end > tensor.start:
+            casts.append(_cast(tensor, at, dtypes[index]))
     return Checkpoint(
-        Manifest(
-            tuple(
-                TensorEntry(
-                    names[index],
-                    dtypes[index],
-                    tensor.shape,
-                    contiguous_strides(tensor.shape),
-                    group_of[index],
-                    0,
-                )
-                for index, tensor in enumerate(wanted)
-            ),
-            tuple(map(GroupEntry, offsets, sizes)),
-        ),
+        Manifest(tuple(entries), tuple(map(GroupEntry, offsets, sizes)), beyond=2 * len(values)),
         data_bytes,
         _join(kept),
-        tuple(
-            _cast(wanted[index], offset, dtypes[index])
-            for index, offset in zip(order, offsets, strict=True)
-            if dtypes[index] != wanted[index].dtype and wanted[index].end > wanted[index].start
-        ),
+        tuple(casts),
+        tuple(zip(offsets[len(order) :], values, strict=True)),
     )
+
+
+GGUF_TENSOR = "gpu_worker.gguf_tensor:GGUFTensor"
+"""The class of what is packed, where it is read. Its state is `context` below."""
+
+
+def _wrap(entries: list[TensorEntry], tensors: Sequence[Stored]) -> list[bytes]:
+    """Have each packed tensor be made of its blocks, as a worker would have published it.
+
+    Returns:
+        The encoded values that say so. Their groups come behind those of the files.
+    """
+    values: list[bytes] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.packed:
+            blocks, number = entries[index], len(entries)
+            value = _packed_value(tensor, number)
+            entries[index] = TensorEntry(
+                blocks.name, "U8", (len(value),), (1,), len(tensors) + len(values), 0, Kind.WRAPPED
+            )
+            entries.append(replace(blocks, name=f"{blocks.name}\0{number}", kind=Kind.INNER))
+            values.append(value)
+    return values
+
+
+def _packed_value(tensor: Stored, number: int) -> bytes:
+    """Return how a packed tensor is made of the tensor of this number in the manifest."""
+    whole, blocks, size = object(), object(), object()
+    made_of = {
+        "class": GGUF_TENSOR,
+        "inner": {"blocks": blocks},
+        "context": {"type": tensor.packed},
+        "size": size,
+        "strides": contiguous_strides(tensor.size),
+        "parameter": False,
+    }
+    parts: dict[object, tuple[str, object]] = {
+        whole: ("wrapper", made_of),
+        blocks: ("tensor", [number, False]),
+        size: ("size", list(tensor.size)),
+    }
+    return encode_value(whole, lambda part, _: parts.get(part))
 
 
 Tensor = TypeVar("Tensor")

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from coordinator import casting
+from coordinator import casting, gguf_file
 from coordinator.checkpoint import Checkpoint, Stored, check_found, lay_out
 from coordinator.local_file import LocalFile
 from coordinator.pump import Meter, Pump, ReadAhead
@@ -19,6 +19,7 @@ from shm_store.errors import SourceChanged
 from shm_store.index import INDEX_LIMIT_BYTES, parse_index
 from shm_store.manifest import encode_manifest
 from shm_store.reading import Reading
+from shm_store.segment import write_at
 
 if TYPE_CHECKING:
     from coordinator.remote_file import RemoteFile
@@ -78,6 +79,7 @@ class FileContents:
 
     def fill(self, segment_fd: int, data_start: int, meter: Meter) -> None:
         """Have the kernel copy them, and torch cast them."""
+        _write_values(self._checkpoint, segment_fd, data_start, meter)
         if self._checkpoint.casts:
             casting.fill(self._checkpoint, self._files, segment_fd, data_start, meter)
             return
@@ -116,10 +118,17 @@ class RemoteContents:
             local = _on_this_host(self._files, meter)
             FileContents(self._checkpoint, local).fill(segment_fd, data_start, meter)
         else:
+            _write_values(self._checkpoint, segment_fd, data_start, meter)
             RemotePump(self._files, segment_fd).copy(self._checkpoint.copies, data_start, meter)
 
 
-_NEED_FILES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"GGUF")
+def _write_values(checkpoint: Checkpoint, segment_fd: int, data_start: int, meter: Meter) -> None:
+    for offset, value in checkpoint.values:
+        write_at(segment_fd, value, data_start + offset)
+        meter.add(len(value))
+
+
+_NEED_FILES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """How files begin whose readers want to have them on this host."""
 
 
@@ -171,6 +180,8 @@ def _on_this_host(files: Sequence[RemoteFile], meter: Meter) -> list[LocalFile]:
 
 def _read_table(file: File, number: int) -> list[Stored]:
     head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
+    if head.startswith(gguf_file.MAGIC) and not is_header(head, file.size_bytes):
+        return gguf_file.read_table(file, number)
     header = file.read(header_bytes(head, file.size_bytes, file.name), LENGTH_BYTES)
     return read_table(header, file.size_bytes, file.name, number)
 

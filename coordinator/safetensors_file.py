@@ -40,7 +40,6 @@ _OTHER_FORMATS = (
     (b"\x80\x03", "a Python pickle"),
     (b"\x80\x04", "a Python pickle"),
     (b"\x80\x05", "a Python pickle"),
-    (b"GGUF", "a GGUF file"),
     (b"\x89HDF", "an HDF5 file"),
 )
 _NO_CHECKPOINT = "name a .safetensors file, or load it yourself with build="
@@ -66,8 +65,7 @@ def header_bytes(head: bytes, size_bytes: int, source: str) -> int:
     if size_bytes >= FILE_LIMIT_BYTES:
         raise SourceUnsupported(f"{source}: {size_bytes} bytes are too many", source=source)
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    fits = length <= min(HEADER_LIMIT_BYTES, size_bytes - LENGTH_BYTES)
-    if fits and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{":
+    if is_header(head, size_bytes):
         return length
     # Only what cannot be a header is looked at as something else: "PK" is also a possible length.
     _refuse_other_format(head, source)
@@ -81,13 +79,20 @@ def header_bytes(head: bytes, size_bytes: int, source: str) -> int:
             f"{HEADER_LIMIT_BYTES}: not a .safetensors file, or damaged",
             _NO_CHECKPOINT,
         )
-    if not fits:
+    if length > size_bytes - LENGTH_BYTES:
         raise _malformed(
             source,
             f"a header of {length} bytes does not fit the {size_bytes} of the file: truncated",
         )
     text = "its header is no JSON object: not a .safetensors file, or damaged"
     raise _malformed(source, text, _NO_CHECKPOINT)
+
+
+def is_header(head: bytes, size_bytes: int) -> bool:
+    """Say whether a file begins as this format does: with a length that fits, and `{`."""
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    fits = length <= min(HEADER_LIMIT_BYTES, size_bytes - LENGTH_BYTES)
+    return fits and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
 
 
 def read_table(header: bytes, size_bytes: int, source: str, file: int = 0) -> list[Stored]:

@@ -17,7 +17,7 @@ import sys
 from shm_store.errors import ClassUnknown
 from shm_store.plain_values import ValueRefused
 
-IMPORTABLE = frozenset({"torch", "torchao"})
+IMPORTABLE = frozenset({"torch", "torchao", "gpu_worker"})
 """Packages whose modules are imported when weights name them."""
 
 
