@@ -64,7 +64,7 @@ def sample(path: str) -> Steps:
         reserve = _heard(channel)
         assert isinstance(reserve, Reserve), reserve
         reserved_s = time.perf_counter()
-        command = backing.command(segment_fd, reserve.size_bytes)
+        command = backing.command(segment_fd, reserve.size_bytes, True)
         subprocess.run(command, pass_fds=(segment_fd,), check=True)
         segment.fix_size(segment_fd)
         backed_s = time.perf_counter()

@@ -180,7 +180,7 @@ def _on_this_host(files: Sequence[RemoteFile], meter: Meter) -> list[LocalFile]:
 
 def _read_table(file: File, number: int) -> list[Stored]:
     head = file.read(min(HEAD_BYTES, file.size_bytes), 0)
-    if head.startswith(gguf_file.MAGIC) and not is_header(head, file.size_bytes):
+    if head.startswith(gguf_file.MAGIC):  # as a length that is far more than one may be
         return gguf_file.read_table(file, number)
     header = file.read(header_bytes(head, file.size_bytes, file.name), LENGTH_BYTES)
     return read_table(header, file.size_bytes, file.name, number)

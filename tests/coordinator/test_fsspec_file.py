@@ -165,16 +165,16 @@ def test_a_copy_that_does_not_fit_its_folder_is_refused_by_its_name(web, tmp_pat
     assert not [place for place in fds_of(os.getpid()).values() if str(tmp_path) in place]
 
 
-@pytest.mark.parametrize("head", [b"GGUF\x03\0\0\0\0\0", b"PK\x03\x04\0\0\0\0\0\0"])
-def test_formats_that_need_a_file_get_one(monkeypatch, head):
-    """Their readers are given what lies on this host."""
+def test_a_format_that_needs_a_file_gets_one(monkeypatch):
+    """Its reader is given what lies on this host."""
     seen: list[object] = []
+    head = b"PK\x03\x04\0\0\0\0\0\0"
 
-    def read(file, number):
-        seen.append((type(file).__name__, file.read(file.size_bytes, 0)))
+    def read(files, *_):
+        seen.extend((type(file).__name__, file.read(file.size_bytes, 0)) for file in files)
         raise SourceMalformed("seen")
 
-    monkeypatch.setattr("coordinator.formats._read_table", read)
-    with serving(m__gguf=head + bytes(100)) as web, pytest.raises(SourceMalformed, match="seen"):
-        load(f"{web.url}/m.gguf")
+    monkeypatch.setattr("coordinator.pickles.read_pickles", read)
+    with serving(m__pt=head + bytes(100)) as web, pytest.raises(SourceMalformed, match="seen"):
+        load(f"{web.url}/m.pt")
     assert seen == [("LocalFile", head + bytes(100))]

@@ -252,7 +252,6 @@ HEADS = {
     "tiny zip": (b"PK\x03\x04", 4, SourceUnsupported, "zip archive"),
     "old torch": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", 999, SourceUnsupported, "pickle"),
     "pickle": (b"\x80\x04\x95\x10" + bytes(30), 999, SourceUnsupported, "pickle"),
-    "GGUF": (b"GGUF\x03\0\0\0" + bytes(56), 999, SourceUnsupported, "GGUF"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(56), 999, SourceUnsupported, "HDF5"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\n", 130, SourceMalformed, "LFS pointer"),
     "too large": (struct.pack("<Q", 2) + b"{}", FILE_LIMIT_BYTES, SourceUnsupported, "too many"),
