@@ -227,3 +227,13 @@ def test_a_mutated_file_is_read_within_its_bounds_or_refused_by_name(path):
 
 def assert_named(error: SourceError) -> None:
     assert error.source == "a.gguf"
+
+
+@pytest.mark.process
+def test_a_process_that_knows_nothing_of_gguf_gets_the_tensors(run, path):
+    """The class is found though nobody there has imported it."""
+    script = f"""
+    assert "gpu_worker.gguf_tensor" not in sys.modules
+    print(worker.state_dict("gguf/fresh", source={str(path)!r})["packed.Q4_0"])
+    """
+    assert run(script) == "GGUFTensor(Q4_0, size=(4, 64), device=cpu)\n"
