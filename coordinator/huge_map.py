@@ -1,4 +1,4 @@
-"""A map of a memfd, through which the kernel makes its pages huge.
+"""Maps of a memfd at a boundary of huge pages; through one the kernel makes its pages huge.
 
 For children that are scripts: it imports nothing of ours. `ctypes` takes 2 ms, so who may do
 without imports this late.
@@ -20,16 +20,20 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 """As in `shm_store.layout`."""
 
 # From <linux/mman.h>.
-_PROT_NONE, _PROT_READ = 0x0, 0x1
-_MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x10, 0x20, 0x4000
+_PROT_NONE, _PROT_READ, _PROT_WRITE = 0x0, 0x1, 0x2
+_MAP_SHARED, _MAP_PRIVATE = 0x01, 0x02
+_MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x10, 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_COLLAPSE = 25
 
 
-def map_file(fd: int, size_bytes: int) -> int:
-    """Map a memfd at a 2 MiB boundary, to be read, and return the address.
+def map_file(fd: int, size_bytes: int, write: bool = False) -> int:
+    """Map a memfd at a 2 MiB boundary, to be read, or to be written to, and return the address.
 
-    The map may be larger than the file, which may grow into it. It ends with the process.
+    The map may be larger than the file, which may grow into it. It is there until `unmap`.
+
+    Args:
+        size_bytes: whole pages.
 
     Raises:
         OSError: it cannot be mapped.
@@ -37,8 +41,24 @@ def map_file(fd: int, size_bytes: int) -> int:
     reserve = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     reserved = _mmap(None, size_bytes + HUGE_PAGE_BYTES, _PROT_NONE, reserve, -1)
     address = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    fixed = _MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-    return _mmap(address, size_bytes, _PROT_READ, fixed, fd)
+    try:
+        if write:
+            _mmap(address, size_bytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
+        else:
+            fixed = _MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+            _mmap(address, size_bytes, _PROT_READ, fixed, fd)
+    except OSError:
+        unmap(reserved, size_bytes + HUGE_PAGE_BYTES)
+        raise
+    unmap(reserved, address - reserved)
+    unmap(address + size_bytes, reserved + HUGE_PAGE_BYTES - address)
+    return address
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """Give a map back, or a part of it."""
+    if size_bytes:
+        _libc.munmap(address, size_bytes)
 
 
 def collapse(address: int, size_bytes: int) -> int:
@@ -85,4 +105,5 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_long,
 ]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -7,11 +7,11 @@ FETCH and the opened file. Then: RESERVE, SPACE and the segment's fd, PROGRESS a
 A source that cannot be used ends in ABORT with its cause, and exit code 0: the loader did its work.
 
 Rules. It ends with its coordinator: by the kernel's signal, by end of file, by a failed send. It
-volunteers for the out-of-memory killer. It never maps the segment and closes it before COMMIT. It
-starts fast, so it imports little, and torch only for what needs it: casts, which wait until the
-coordinator makes room, and what torch.save wrote. Files are judged by content, not by name. With a
-URL no file comes along: the loader opens it itself, see `url_checkpoint`, and what that takes is
-imported only then.
+volunteers for the out-of-memory killer. Its map of the segment is gone, and the segment closed,
+before COMMIT. It starts fast, so it imports little, and torch only for what needs it: casts, which
+wait until the coordinator makes room, and what torch.save wrote. Files are judged by content, not
+by name. With a URL no file comes along: the loader opens it itself, see `url_checkpoint`, and what
+that takes is imported only then.
 
     Note on the parent's death signal
     fact: PR_SET_PDEATHSIG fires when the *thread* that started this process ends, not its process

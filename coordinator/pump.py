@@ -1,7 +1,7 @@
 """From opened files into a backed segment, as fast as the kernel moves bytes. Knows no format.
 
-Rules. It never maps a file or the segment. A fault of a source is told from a fault here. Of many
-threads only the one that calls returns or raises, and then the others have ended.
+Rules. It never maps a file. A fault of a source is told from a fault here. Of many threads only the
+one that calls returns or raises, and then the others have ended, and no map of the segment is left.
 
     Note on threads
     fact: writes to one segment take turns (the kernel locks the inode), reads of the sources do
@@ -11,6 +11,8 @@ threads only the one that calls returns or raises, and then the others have ende
     choice: a few threads that read and write small buffers; more than two, because a disk is fast
     only when several reads are under way
     cost: half a MiB of memory for each; where one processor is free, it is as fast as `sendfile`
+
+Into pages of 2 MiB it reads without a buffer of its own, see `window`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from coordinator.checkpoint import Copy
+from coordinator.window import PART_BYTES, Window
 from shm_store.errors import SourceChanged, SourceError
 from shm_store.segment import write_at
 
@@ -83,6 +87,7 @@ class Pump:
         """Copy from `files`: the fd of each, and its name for errors."""
         self._files = files
         self._segment_fd = segment_fd
+        self._window: Window | None = None
 
     def copy(self, copies: Iterable[Copy], data_start: int, meter: Meter) -> None:
         """Do all `copies`; tensor bytes begin at `data_start` in the segment.
@@ -96,8 +101,9 @@ class Pump:
         """
         work = _Work(copies)
         useful = -(-meter.total_bytes // STRETCH_BYTES)
-        with _helpers(min(THREADS, useful) - 1, lambda: self._copy_all(work, data_start, meter)):
-            self._copy_all(work, data_start, meter)
+        copy_all = partial(self._copy_all, work, data_start, meter)
+        with Window(self._segment_fd) as self._window, _helpers(min(THREADS, useful) - 1, copy_all):
+            copy_all()
         if work.fault is not None:
             raise work.fault
 
@@ -105,21 +111,23 @@ class Pump:
         """Do stretches until there are no more, or somebody has failed."""
         try:
             buffer = memoryview(bytearray(BUFFER_BYTES))
+            assert self._window is not None
             while stretch := work.take():
+                huge = self._window.is_huge(data_start + stretch[0].data_offset_bytes)
                 for copy in stretch:
-                    self._copy_one(copy, buffer, data_start, work, meter)
+                    self._copy_one(copy, None if huge else buffer, data_start, work, meter)
         except BaseException as error:  # it ends the others, then `copy`
             work.fail(error)
 
     def _copy_one(
-        self, copy: Copy, buffer: memoryview, data_start: int, work: _Work, meter: Meter
+        self, copy: Copy, buffer: memoryview | None, data_start: int, work: _Work, meter: Meter
     ) -> None:
         fd, name = self._files[copy.file]
         done = 0
         while done < copy.size_bytes and work.fault is None:
             source_offset = copy.source_offset_bytes + done
             segment_offset = data_start + copy.data_offset_bytes + done
-            size = min(copy.size_bytes - done, BUFFER_BYTES)
+            size = min(copy.size_bytes - done, BUFFER_BYTES if buffer else PART_BYTES)
             moved = self._move(buffer, fd, name, source_offset, segment_offset, size)
             if moved == 0:
                 raise SourceChanged(
@@ -130,13 +138,16 @@ class Pump:
 
     def _move(
         self,
-        buffer: memoryview,
+        buffer: memoryview | None,
         fd: int,
         name: str,
         source_offset: int,
         segment_offset: int,
         size: int,
     ) -> int:
+        if buffer is None:
+            assert self._window is not None
+            return read_into(fd, self._window.part(segment_offset, size), source_offset, name)
         got = read_into(fd, buffer[:size], source_offset, name)
         write_at(self._segment_fd, buffer[:got], segment_offset)
         return got

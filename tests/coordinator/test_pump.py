@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import pump
+from coordinator import huge_backing, pump
 from coordinator.checkpoint import Copy
 from coordinator.pump import Meter, Pump, ReadAhead
 from shm_store.errors import ConnectionLost, SourceChanged, SourceError
-from shm_store.segment import create
+from shm_store.segment import create, freeze, write_at
 
 DATA_START = 4096 + 13
 COUNT = 300
@@ -290,3 +290,83 @@ def test_where_no_advice_is_taken_nothing_happens():
         os.close(read)
         os.close(write)
     assert threading.active_count() == 1
+
+
+# --- pages of 2 MiB -----------------------------------------------------------------------------
+
+
+def backed(huge: bool, size_bytes: int = 8 << 20) -> int:
+    """Return a segment that is not sealed, of pages of either kind."""
+    fd = create("pump")
+    if huge:
+        pages = huge_backing.HugePages(fd, size_bytes)
+        pages.back(0, size_bytes)
+        if pages.backed_bytes != size_bytes:
+            os.close(fd)
+            pytest.skip("this host has no huge pages to give")
+    os.posix_fallocate(fd, 0, size_bytes)
+    return fd
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_pages_of_2_mib_are_read_into_and_small_ones_written_to(monkeypatch, tmp_path, huge):
+    """The bytes are the same, and no map is left: the segment can be sealed."""
+    monkeypatch.setattr(pump, "BUFFER_BYTES", 256 << 10)
+    monkeypatch.setattr(pump, "STRETCH_BYTES", 1 << 20)
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(1).randbytes(7 << 20))
+    copies = [
+        Copy(start, start // 64 * 64 + 64 * number, 700_001)
+        for number, start in enumerate(range(0, (7 << 20) - 700_001, 700_001))
+    ]
+    written: list[int] = []
+
+    def noted(fd: int, data: memoryview, offset: int) -> None:
+        written.append(offset)
+        write_at(fd, data, offset)
+
+    monkeypatch.setattr(pump, "write_at", noted)
+    segment_fd, source_fd = backed(huge), os.open(path, os.O_RDONLY)
+    try:
+        pumping = Pump([(source_fd, "file")], segment_fd)
+        pumping.copy(copies, DATA_START, meter_of(copies))
+        for copy in copies:
+            there = os.pread(segment_fd, copy.size_bytes, DATA_START + copy.data_offset_bytes)
+            assert there == os.pread(source_fd, copy.size_bytes, copy.source_offset_bytes)
+        assert (written == []) is huge
+        freeze(segment_fd, "it")
+        del pumping  # not before: it is not its end that unmaps
+    finally:
+        os.close(segment_fd)
+        os.close(source_fd)
+
+
+def test_without_addresses_for_a_map_it_writes(monkeypatch, tmp_path):
+    def refuse(*_, write):
+        raise OSError(errno.ENOMEM, "no addresses")
+
+    monkeypatch.setattr("coordinator.window.map_file", refuse)
+    path = tmp_path / "file"
+    path.write_bytes(b"weights")
+    segment_fd, source_fd = backed(huge=True), os.open(path, os.O_RDONLY)
+    copies = [Copy(0, 0, 7)]
+    try:
+        Pump([(source_fd, "file")], segment_fd).copy(copies, DATA_START, meter_of(copies))
+        assert os.pread(segment_fd, 7, DATA_START) == b"weights"
+    finally:
+        os.close(segment_fd)
+        os.close(source_fd)
+
+
+def test_a_source_that_ends_early_is_named_though_it_is_read_into_a_map(monkeypatch, tmp_path):
+    monkeypatch.setattr(pump, "THREADS", 1)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    segment_fd, source_fd = backed(huge=True), os.open(path, os.O_RDONLY)
+    copies = [Copy(0, 0, 3 << 20)]
+    try:
+        with pytest.raises(SourceChanged, match="file: ended at byte 100"):
+            Pump([(source_fd, "file")], segment_fd).copy(copies, DATA_START, meter_of(copies))
+    finally:
+        os.close(segment_fd)
+        os.close(source_fd)
