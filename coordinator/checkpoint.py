@@ -112,7 +112,7 @@ def lay_out(table: Sequence[Stored], reading: Reading, source: str) -> Checkpoin
         )
         for index, tensor in enumerate(wanted)
     ]
-    values = _wrap(entries, wanted)
+    values = _wrap(entries, wanted, [cast(tensor.name, "F32") for tensor in wanted])
     sizes = [*(_size_bytes(wanted[index], dtypes[index]) for index in order), *map(len, values)]
     offsets, data_bytes = place(sizes)
     kept: list[tuple[Stored, int]] = []
@@ -136,8 +136,13 @@ GGUF_TENSOR = "gpu_worker.gguf_tensor:GGUFTensor"
 """The class of what is packed, where it is read. Its state is `context` below."""
 
 
-def _wrap(entries: list[TensorEntry], tensors: Sequence[Stored]) -> list[bytes]:
+def _wrap(
+    entries: list[TensorEntry], tensors: Sequence[Stored], worth: Sequence[str]
+) -> list[bytes]:
     """Have each packed tensor be made of its blocks, as a worker would have published it.
+
+    Args:
+        worth: the dtype of what each is worth, if it is packed.
 
     Returns:
         The encoded values that say so. Their groups come behind those of the files.
@@ -146,7 +151,7 @@ def _wrap(entries: list[TensorEntry], tensors: Sequence[Stored]) -> list[bytes]:
     for index, tensor in enumerate(tensors):
         if tensor.packed:
             blocks, number = entries[index], len(entries)
-            value = _packed_value(tensor, number)
+            value = _packed_value(tensor, worth[index], number)
             entries[index] = TensorEntry(
                 blocks.name, "U8", (len(value),), (1,), len(tensors) + len(values), 0, Kind.WRAPPED
             )
@@ -155,13 +160,13 @@ def _wrap(entries: list[TensorEntry], tensors: Sequence[Stored]) -> list[bytes]:
     return values
 
 
-def _packed_value(tensor: Stored, number: int) -> bytes:
+def _packed_value(tensor: Stored, worth: str, number: int) -> bytes:
     """Return how a packed tensor is made of the tensor of this number in the manifest."""
     whole, blocks, size = object(), object(), object()
     made_of = {
         "class": GGUF_TENSOR,
         "inner": {"blocks": blocks},
-        "context": {"type": tensor.packed},
+        "context": {"type": tensor.packed, "dtype": worth},
         "size": size,
         "strides": contiguous_strides(tensor.size),
         "parameter": False,
@@ -189,7 +194,7 @@ def select(
     kept = [(tensor, name) for tensor, name in zip(tensors, names, strict=True) if keeps(name)]
     if not kept and tensors:
         raise SourceMalformed(
-            f"{source}: name_filter matches none of its {len(tensors)} tensors",
+            f"{source}: name_filter (--only) matches none of its {len(tensors)} tensors",
             source=source,
             remedy=f"write patterns for names such as {shown(names[0])}",
         )
@@ -201,7 +206,7 @@ def select(
                 f"{source}: {shown(other)} and {shown(name)} are both to be named "
                 f"{shown(renamed(name))}",
                 source=source,
-                remedy="rename fewer prefixes, or leave one out with name_filter=",
+                remedy="rename fewer prefixes, or leave one out with name_filter= (--only)",
             )
     return [tensor for tensor, _ in kept], list(became)
 

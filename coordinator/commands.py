@@ -328,7 +328,9 @@ def load(
     dtype: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[PATTERN=]DTYPE", help="Cast floating-point tensors; can be repeated."
+            metavar="[PATTERN=]DTYPE",
+            help="Cast floating-point tensors to bf16, f16, f32 ..., or keep what they are; can be "
+            "repeated: the first that fits counts.",
         ),
     ] = None,
     digest: Annotated[

@@ -134,7 +134,7 @@ def read_pickles(
         raise SourceUnsupported(
             f"{source}: {error.message}",
             source=source,
-            remedy=f"{error.remedy}; or leave it out with name_filter=",
+            remedy=f"{error.remedy}; or leave it out with name_filter= (--only)",
         ) from error
     return PickleContents(plan, casts, files)
 

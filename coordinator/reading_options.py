@@ -57,9 +57,11 @@ def _cut(option: str, text: str, form: str) -> tuple[str, str]:
 
 
 def _dtype(name: str) -> str:
+    if name.lower() == "keep":
+        return ""
     known = DTYPES.get(name.lower(), name.upper())
     if known not in FLOATING:
         raise ArgumentRefused(
-            f"--dtype {name!r} is no floating-point dtype", remedy="write bf16, f16 or f32"
+            f"--dtype {name!r} is no floating-point dtype", remedy="write bf16, f16, f32 or keep"
         )
     return known

@@ -46,6 +46,7 @@ _NO_CHECKPOINT = "name a .safetensors file, or load it yourself with build="
 """What helps where nothing speaks for a damaged one."""
 
 _LFS_POINTER = b"version https://git-lfs"
+_PAGE = (b"<!doctype html", b"<html")
 
 
 def header_bytes(head: bytes, size_bytes: int, source: str) -> int:
@@ -129,6 +130,12 @@ def _refuse_other_format(head: bytes, source: str) -> None:
             f"{source}: a Git LFS pointer, not the file itself",
             source=source,
             remedy="run `git lfs pull` in its repository",
+        )
+    if head.lstrip().lower().startswith(_PAGE):
+        raise SourceMalformed(
+            f"{source}: a web page, and no checkpoint",
+            source=source,
+            remedy="name the file itself, or its index: folders of the web are not read",
         )
     for magic, kind in _OTHER_FORMATS:
         if head.startswith(magic):

@@ -1,7 +1,8 @@
 """Which of the things in a training checkpoint are its weights. Pure: knows no torch.
 
-Weights are the tensors at its top; or, if there are none, those of the one dict in it that has a
-name by which weights are known. Where it has several, names begin with that of their dict.
+Weights are those of the one dict in it that has a name by which weights are known; or, if there is
+none, the tensors and extra states at its top. Where it has several, names begin with that of their
+dict.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ WELL_KNOWN = (
 )
 """Under these names trainers put weights. With several of them nobody knows which is meant."""
 
+EXTRA_STATE = "_extra_state"
+"""How torch calls what a module keeps beside tensors."""
+
 _SHOWN = 8
 
 
@@ -51,13 +55,18 @@ def weights_in(
             source=source,
             remedy="save the module's state_dict()",
         )
-    if any(map(is_tensor, loaded.values())):
-        return _named(loaded, source)
     inner = {
         str(name): held
         for name, held in loaded.items()
         if isinstance(held, Mapping) and any(map(is_tensor, held.values()))
     }
+    known = [name for name in WELL_KNOWN if name in inner]
+    if not known and any(map(is_tensor, loaded.values())):
+        return {
+            name: value
+            for name, value in _named(loaded, source).items()
+            if is_tensor(value) or name.endswith(EXTRA_STATE)
+        }
     if not inner and not loaded:
         return {}
     if not inner:
@@ -67,7 +76,6 @@ def weights_in(
             remedy="save the module's state_dict()",
         )
     keeps = reading.keeps()
-    known = [name for name in WELL_KNOWN if name in inner]
     if len(known) == 1:
         weights = _named(inner[known[0]], source)
         if any(map(keeps, weights)):
@@ -86,10 +94,10 @@ def weights_in(
     meant = (known or names)[0]
     what = "several dicts" if len(names) > 1 else "a dict"
     raise SourceUnsupported(
-        f"{source}: has no tensor at its top, but {what} of tensors: {listed}",
+        f"{source}: has {what} of tensors: {listed}",
         source=source,
-        remedy=f"say which is meant, such as name_filter={meant + '.*'!r} with "
-        f"rename={{{meant + '.'!r}: ''}}",
+        remedy=f"say which is meant: name_filter={meant + '.*'!r} with "
+        f"rename={{{meant + '.'!r}: ''}}, or --only {meant + '.*'!r} --rename {meant}.=",
     )
 
 

@@ -160,7 +160,7 @@ def _placed_group(
             f"{source}: tensors {', '.join(map(shown, names[:4]))} share bytes, and would not if "
             "only some were cast, or to different dtypes",
             source=source,
-            remedy="cast all of them to one dtype or none, or leave some out with name_filter=",
+            remedy="cast all to one dtype or none, or leave some out (name_filter=, --only)",
         )
     tensors = [state[name].detach() for name in names]
     start = min(tensor.storage_offset() for tensor in tensors)

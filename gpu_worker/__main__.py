@@ -89,7 +89,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=SOURCE",
-        help="weights to keep, and their .safetensors file; may be repeated",
+        help="weights to keep, and their checkpoint; may be repeated",
     )
     parser.add_argument("--socket", metavar="PATH", help="the coordinator's; as for `weight-cache`")
     return parser.parse_args(arguments)

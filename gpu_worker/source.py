@@ -44,7 +44,8 @@ class Source:
             longest that fits counts.
         dtype: of floating-point tensors: a `torch.dtype`, or by a pattern of names in the file the
             dtype of what matches it, None for that of the file. The first that matches counts.
-            What a cast gives is what `Tensor.to` gives. Other tensors stay what they are. Tensors
+            What a cast gives is what `Tensor.to` gives. Quantised tensors of a GGUF file stay in
+            their blocks, and are worth numbers of it. Other tensors stay what they are. Tensors
             that are one in the file still are; views that share bytes are cast all alike or not.
         digest: have digests of the bytes in memory made by whoever loads them, for `weight-cache
             audit --bytes`. Needs the extra `digest`.
@@ -65,8 +66,9 @@ class Source:
         filters = self.name_filter
         wanted = (filters,) if isinstance(filters, str) else tuple(filters or ())
         casts = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
+        renamed = self.rename.items() if isinstance(self.rename, Mapping) else self.rename or ()
         rules = [] if self.dtype is None else [(name, _named(to)) for name, to in casts.items()]
-        reading = [wanted, list((self.rename or {}).items()), rules, self.digest]
+        reading = [wanted, list(renamed), rules, self.digest]
         try:
             return msgspec.convert(reading, Reading) if any(reading) else AS_IT_IS
         except (msgspec.ValidationError, TypeError) as error:
@@ -74,6 +76,15 @@ class Source:
                 f"this is no way to read a checkpoint: {error}",
                 remedy="give patterns and prefixes as texts: at most 256, of 1024 characters",
             ) from error
+
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+}
 
 
 def _named(dtype: object) -> str:
@@ -88,11 +99,11 @@ def _named(dtype: object) -> str:
 
     from gpu_worker.dtypes import NAMES
 
-    given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    given = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     name = NAMES.get(given, "") if isinstance(given, torch.dtype) else ""
     if name not in FLOATING:
         raise ArgumentRefused(
             f"dtype={dtype!r} is not a floating-point dtype",
-            remedy='pass one of torch, such as torch.bfloat16, or its name, "bfloat16"',
+            remedy='pass one of torch, such as torch.bfloat16, or its name, "bfloat16" or "bf16"',
         )
     return name

@@ -158,8 +158,8 @@ class Worker:
 
         Args:
             key: the name that processes share weights by.
-            source: path of a checkpoint, opened by this process: a .safetensors file, one of
-                torch.save, the index of a sharded one, or a folder with one of them. Or a URL of
+            source: path of a checkpoint, opened by this process: a .safetensors or .gguf file, one
+                of torch.save, the index of a sharded one, or a folder with one of them. Or a URL of
                 one (https, hf, s3, gs), fetched by the coordinator's host with its credentials. Or
                 a `Source`, which says more.
             build: or a function that returns a module or a state dict. It runs only in the process

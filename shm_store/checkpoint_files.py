@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shm_store.errors import SourceError, SourceMalformed, SourceNotOpened
 from shm_store.hub_cache import cached
-from shm_store.index import INDEX_LIMIT_BYTES, extra_shards, is_index, parse_index
+from shm_store.index import INDEX_LIMIT_BYTES, extra_shards, is_index, is_numbered, parse_index
 from shm_store.source import PICKLE_SUFFIXES, is_url, open_source
 from shm_store.url import check_url, protocol_of
 
@@ -163,6 +163,12 @@ def pick(names: Sequence[str], folder: str) -> str:
             found = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(found) == 1:
             return found[0]
+        if found and all(is_numbered(name) for name in found):
+            raise SourceNotOpened(
+                f"{folder}: {len(found)} shards, and no index that says what is in them",
+                source=folder,
+                remedy="download the index, such as model.safetensors.index.json, too",
+            )
         if found:
             shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
             raise SourceNotOpened(

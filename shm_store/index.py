@@ -26,6 +26,11 @@ def is_index(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
+def is_numbered(name: str) -> bool:
+    """Say whether a file is one of several, by its name, as `model-00001-of-00003.safetensors`."""
+    return _NUMBERED.fullmatch(name) is not None
+
+
 def parse_index(data: bytes, source: str) -> dict[str, str]:
     """Return the file of each tensor, as an index has it.
 

@@ -56,7 +56,7 @@ def check_url(url: str) -> None:
         raise SourceUnsupported(
             f"{name}: checkpoints are not read from {protocol}:// URLs",
             source=name,
-            remedy=f"use one of {', '.join(PROTOCOLS)}, or the path of a file",
+            remedy="use https, hf, s3, gs or az, or the path of a file",
         )
     if "::" in (rest.partition("/")[2] if protocol in WEB else rest):
         raise SourceUnsupported(

@@ -132,7 +132,7 @@ def test_a_value_that_cannot_be_shared_is_named_with_what_leaves_it_out(tmp_path
     torch.save({"w": torch.ones(2), "odd": torch.ones(2, device="meta")}, tmp_path / "f.pt")
     with pytest.raises(SourceUnsupported, match="nice name: tensor 'odd' cannot be") as refused:
         _contents(tmp_path / "f.pt")
-    assert refused.value.remedy.endswith("leave it out with name_filter=")
+    assert refused.value.remedy.endswith("leave it out with name_filter= (--only)")
     manifest = decode_manifest(_contents(tmp_path / "f.pt", Reading(("w",))).manifest)
     assert [tensor.name for tensor in manifest.tensors] == ["w"]
 
@@ -187,9 +187,15 @@ class TestWhichDict:
     def chosen(loaded, *only: str):
         return weights_in(loaded, lambda value: isinstance(value, int), Reading(only), "f.pt")
 
-    def test_tensors_at_the_top_are_all(self):
-        top = {"a": 1, "extra": "text", "state_dict": {"b": 2}}
-        assert self.chosen(top) == top
+    def test_of_what_is_at_the_top_tensors_and_extra_states_are_weights(self):
+        """Neither counters nor an optimizer beside them."""
+        weights = {"a": 1, "layer._extra_state": {"scale": 2}}
+        top = {**weights, "epoch": "3", "optimizer": {"b": 2}}
+        assert self.chosen(top) == weights
+
+    def test_a_dict_with_a_known_name_comes_before_the_top(self):
+        """Where a trainer has put a tensor beside it, as a learning rate."""
+        assert self.chosen({"lr": 1, "state_dict": {"b": 2}}) == {"b": 2}
 
     @pytest.mark.parametrize("name", ["state_dict", "model", "model_state_dict", "module"])
     def test_the_one_dict_with_a_known_name_is_taken(self, name):

@@ -247,7 +247,8 @@ HEADS = {
         "claim a header of 100000001 bytes",
     ),
     "no brace": (struct.pack("<Q", 2) + b" {}", 11, SourceMalformed, "no JSON object"),
-    "text": (b"<!DOCTYPE html>" + b" " * 49, 900, SourceMalformed, "not a .safetensors file"),
+    "text": (b"Not found" + b" " * 55, 900, SourceMalformed, "not a .safetensors file"),
+    "page": (b"\n<!DOCTYPE html>" + b" " * 48, 900, SourceMalformed, "a web page"),
     "zip": (b"PK\x03\x04\0\0\x08\x08" + bytes(56), 999, SourceUnsupported, "torch.save"),
     "tiny zip": (b"PK\x03\x04", 4, SourceUnsupported, "zip archive"),
     "old torch": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", 999, SourceUnsupported, "pickle"),
@@ -266,7 +267,7 @@ def test_a_file_is_judged_by_its_first_bytes(case):
     assert type(caught.value) is kind
     assert text in caught.value.message and caught.value.source == SOURCE and caught.value.remedy
     # What never was one is not to be saved again.
-    damaged = case in ("empty", "header cut", "header by one", "LFS")
+    damaged = case in ("empty", "header cut", "header by one", "LFS", "page")
     assert ("build=" in caught.value.remedy) is not damaged
 
 

@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType as Type
 
 from coordinator import gguf_file
 from coordinator.checkpoint import lay_out
+from gpu_worker import Source
 from gpu_worker.gguf_tensor import GGUFTensor
-from shm_store.errors import SourceError, SourceMalformed, SourceUnsupported
+from shm_store.errors import ArgumentRefused, SourceError, SourceMalformed, SourceUnsupported
 from shm_store.reading import AS_IT_IS
 from tests.gpu_worker.served import leases
 from tests.mutations import mutations
@@ -86,8 +87,6 @@ def test_a_module_computes_with_what_its_weights_are_worth(worker, key, path):
         module.packed.Q8_0 = torch.nn.Parameter(torch.empty(4, 64))
         return module
 
-    from gpu_worker import Source
-
     with worker.use(key, skeleton=skeleton, source=Source(path, name_filter="*.Q8_0")) as module:
         weight = module.packed.Q8_0
         assert isinstance(weight, GGUFTensor)
@@ -103,9 +102,46 @@ def test_what_passes_on_keeps_the_blocks():
     assert isinstance(detached, GGUFTensor) and detached.blocks.data_ptr() == blocks.data_ptr()
     assert isinstance(cloned, GGUFTensor) and cloned.blocks.data_ptr() != blocks.data_ptr()
     assert isinstance(moved, GGUFTensor) and moved.quant_type == "Q8_0"
-    assert type(tensor.to(torch.bfloat16)) is torch.Tensor
-    assert type(tensor + 1) is torch.Tensor
-    assert repr(tensor) == "GGUFTensor(Q8_0, size=(2, 32), device=cpu)"
+    assert type(tensor + 1) is torch.Tensor and type(tensor.to(torch.int32)) is torch.Tensor
+    text = "GGUFTensor(Q8_0, size=(2, 32), dtype=float32, device=cpu)"
+    assert repr(tensor) == text
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda tensor: tensor.add_(1),
+        lambda tensor: tensor.zero_(),
+        lambda tensor: tensor.copy_(torch.ones(2, 32)),
+        lambda tensor: tensor.__setitem__(0, 0.0),
+        lambda tensor: torch.add(torch.ones(2, 32), 1, out=tensor),
+    ],
+)
+def test_an_edit_in_place_is_refused_and_not_lost(edit):
+    with pytest.raises(ArgumentRefused, match="would write to a quantised tensor"):
+        edit(GGUFTensor(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0", (2, 32)))
+
+
+def test_what_is_written_to_may_be_a_plain_tensor():
+    ones = GGUFTensor(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0", (2, 32))
+    assert torch.ones(2, 32).add_(ones).sum() == 64
+
+
+@pytest.mark.process
+def test_a_cast_says_what_the_blocks_are_worth(worker, key, path):
+    """They stay as they are; a module computes in that dtype, also after `.to` of another."""
+    source = Source(path, dtype=torch.bfloat16)
+    state = worker.state_dict(key, source=source)
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert state["plain.f32"].dtype == torch.bfloat16
+    linear = torch.nn.Linear(64, 4, bias=False)
+    linear.load_state_dict({"weight": state["packed.Q8_0"]}, assign=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = linear.to(dtype).weight
+        assert isinstance(weight, GGUFTensor) and weight.dtype == dtype
+        assert weight.blocks.numpy().tobytes() == there["packed.Q8_0"].data.tobytes()
+        x = torch.randn(3, 64, dtype=dtype)
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, weight.dequantize()))
 
 
 # --- the header, without a coordinator -----------------------------------------------------------
@@ -236,4 +272,4 @@ def test_a_process_that_knows_nothing_of_gguf_gets_the_tensors(run, path):
     assert "gpu_worker.gguf_tensor" not in sys.modules
     print(worker.state_dict("gguf/fresh", source={str(path)!r})["packed.Q4_0"])
     """
-    assert run(script) == "GGUFTensor(Q4_0, size=(4, 64), device=cpu)\n"
+    assert run(script) == "GGUFTensor(Q4_0, size=(4, 64), dtype=float32, device=cpu)\n"

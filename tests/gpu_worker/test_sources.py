@@ -137,7 +137,7 @@ def test_a_part_of_a_file_under_other_names(worker, key, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"name_filter": "unet.*"}, "name_filter matches none of its 2 tensors.*'a'"),
+        ({"name_filter": "unet.*"}, "matches none of its 2 tensors.*'a'"),
         ({"rename": {"a": "b"}}, "'[ab]' and '[ab]' are both to be named 'b'"),
     ],
 )

@@ -103,6 +103,7 @@ def test_an_index_in_a_folder_comes_before_its_shards(tmp_path: Path) -> None:
         ([], "no checkpoint"),
         (["readme.md"], "no checkpoint"),
         (["a.safetensors", "b.safetensors"], r"2 checkpoints: a\.safetensors, b\.safetensors"),
+        ([*SHARDS], "2 shards, and no index"),
     ],
 )
 def test_a_folder_without_just_one_is_refused_with_what_is_there(
