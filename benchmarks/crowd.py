@@ -82,6 +82,8 @@ def ask_at_once(
                     raise RuntimeError(f"worker {streams[stream].pid} has ended")
                 del streams[stream]
         took_s = time.perf_counter() - started_s
+        while _children(coordinator_pid):
+            time.sleep(PAUSE_S)  # what they have read is the coordinator's once it has reaped them
         return CrowdSample(
             seconds=took_s,
             peak_bytes=peak,

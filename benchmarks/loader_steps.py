@@ -65,7 +65,7 @@ def sample(path: str) -> Steps:
         assert isinstance(reserve, Reserve), reserve
         reserved_s = time.perf_counter()
         command = backing.command(segment_fd, reserve.size_bytes, True)
-        subprocess.run(command, pass_fds=(segment_fd,), check=True)
+        subprocess.run(command, pass_fds=(segment_fd,), stdout=subprocess.DEVNULL, check=True)
         segment.fix_size(segment_fd)
         backed_s = time.perf_counter()
         channel.send(encode(Space(GEN)), [segment_fd])

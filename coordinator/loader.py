@@ -68,6 +68,7 @@ from shm_store.errors import (
     ProtocolViolation,
     ResourceError,
     SourceError,
+    SourceMalformed,
     SourceUnsupported,
     WeightCacheError,
 )
@@ -91,7 +92,7 @@ from shm_store.wire import (
 )
 
 if TYPE_CHECKING:
-    from coordinator.formats import File
+    from coordinator.formats import Contents, File
 
 EXIT_DONE = 0
 """COMMIT, or ABORT with the source's fault, was sent."""
@@ -210,7 +211,7 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
 
     try:
         files, check = _opened(fetch, fds)
-        contents = read_contents(files, fetch.reading, source, report)
+        contents = _contents(files, check, fetch, report)
     except MemoryError as error:
         raise SourceUnsupported(
             f"{source}: its header takes more memory than a loader may have, which is "
@@ -236,6 +237,25 @@ def load(channel: Channel, fetch: Fetch, fds: Sequence[int]) -> None:
         os.close(segment_fd)
     check()
     _send(channel, Commit(fetch.gen))
+
+
+def _contents(
+    files: Sequence[File],
+    check: Callable[[], None],
+    fetch: Fetch,
+    report: Callable[[int, int], None],
+) -> Contents:
+    """Return what is in the files. One that makes no sense may be another by now.
+
+    Raises:
+        SourceError: they cannot be used, or have changed.
+    """
+    try:
+        return read_contents(files, fetch.reading, _name(fetch), report)
+    except SourceMalformed:
+        if not is_url(fetch.source):  # a server may say something else about itself by now
+            check()
+        raise
 
 
 def _reserve_digests(manifest: bytes, source: str) -> bytes:

@@ -191,7 +191,7 @@ def _load(file: LocalFile) -> object:
     except OSError as error:
         raise not_opened(file, error) from error
     except Exception as error:  # whatever it is, these bytes have led there
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = (str(error).strip().splitlines() or [""])[0].replace(path_of(file), file.name)
         if isinstance(error, MemoryError) or any(said in text for said in _NO_MEMORY):
             raise SourceUnsupported(
                 f"{file.name}: reading it takes more memory than a loader may have",
@@ -245,7 +245,9 @@ def _refused(file: LocalFile, text: str) -> SourceError:
             remedy="save its state_dict() alone, or load it yourself with build=",
         )
     lines = [line for line in text.splitlines() if "WeightsUnpickler error" in line]
-    said = f"{file.name}: torch cannot read it: {(lines or text.splitlines() or [''])[-1][:300]}"
+    told = (lines or text.splitlines() or [""])[-1].rpartition("WeightsUnpickler error:")[2].strip()
+    told = told or "it is damaged, or made to be refused"
+    said = f"{file.name}: torch cannot read it: {told[:300]}"
     if any(words in said for words in _NO_WEIGHTS):
         return SourceUnsupported(said, source=file.name)
     return SourceMalformed(said, source=file.name)

@@ -46,7 +46,11 @@ def parse_reading(
     try:
         return msgspec.convert(reading, Reading)
     except msgspec.ValidationError as error:
-        raise ArgumentRefused(f"these options are no way to read a checkpoint: {error}") from error
+        told = str(error).partition(" - at ")[0]
+        raise ArgumentRefused(
+            f"these options are no way to read a checkpoint: {told}",
+            remedy="write patterns that are not empty: at most 256, of 1024 characters",
+        ) from error
 
 
 def _cut(option: str, text: str, form: str) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -135,7 +134,7 @@ def timeout_s(timeout: object, argument: str = "timeout") -> float | None:
             f"{argument}= is a number of seconds, not of type {type(timeout).__name__}",
             remedy="pass a number, or leave it out",
         )
-    if math.isnan(timeout) or not 0 <= timeout <= TIMEOUT_LIMIT_S:
+    if not 0 <= timeout <= TIMEOUT_LIMIT_S:  # nor is NaN
         raise ArgumentRefused(
             f"{argument}={timeout!r} is not between 0 and {TIMEOUT_LIMIT_S:g} s",
             remedy="pass seconds, 0 or more, or leave it out",

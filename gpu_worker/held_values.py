@@ -155,6 +155,12 @@ def _flattened(tensor: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor]
     for name, part in inner.items():
         if not isinstance(part, torch.Tensor):
             raise ValueRefused(f"{kind} is made of {name}, which is a {type(part).__name__}")
+    try:
+        made = unflatten(type(tensor), inner, context, tensor.size(), tensor.stride())
+    except Exception as error:  # who gets these weights would hear it, again and again
+        raise ValueRefused(f"{kind} cannot be made anew of its parts: {error}") from error
+    if type(made) is not type(tensor) or made.size() != tensor.size():
+        raise ValueRefused(f"{kind} comes out as something else when it is made of its parts")
     return inner, context
 
 

@@ -24,6 +24,13 @@ import ctypes
 import mmap
 import os
 
+from shm_store.layout import HUGE_PAGE_BYTES
+
+try:
+    import resource
+except ImportError:
+    pass  # Importing this package works where there is none.
+
 STEP_BYTES = 64 * 1024 * 1024
 """Mapped in one call, for about 1 ms, in which no other thread can map or unmap anything."""
 
@@ -34,7 +41,6 @@ _PAGEMAP_SCAN = 0xC0606610
 _IS_FILE = 1 << 2
 _IS_PRESENT = 1 << 3
 _IS_SWAPPED = 1 << 4
-_IS_HUGE = 1 << 6
 
 _ENTRY_BYTES = 8
 _READ_BYTES = 1 << 20
@@ -78,7 +84,8 @@ def fault_in(address: int, size_bytes: int) -> None:
     Args:
         address: whole pages, as `size_bytes`.
     """
-    if _is_huge(address + size_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE):
+    middle = address + size_bytes // 2 // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if middle + HUGE_PAGE_BYTES <= address + size_bytes and _is_huge(middle):
         return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -88,16 +95,20 @@ def fault_in(address: int, size_bytes: int) -> None:
             return
 
 
-def _is_huge(address: int) -> bool:
-    """Say whether a page, which is read here, is part of a huge one, as far as is known."""
-    ctypes.c_ubyte.from_address(address).value  # noqa: B018 (what was not read is not mapped)
-    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _scan(fd, address, mmap.PAGESIZE, _IS_HUGE)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+def _is_huge(start: int) -> bool:
+    """Say whether 2 MiB of a map, from a boundary of such on, are one page.
+
+    Then one fault maps all of it. A small page that is not mapped yet takes one of its own; of what
+    is around it the kernel maps less than half a MiB beside it.
+    """
+    return any(_is_mapped(start + part * (HUGE_PAGE_BYTES // 4)) for part in (0, 1, 2))
+
+
+def _is_mapped(address: int) -> bool:
+    """Say whether a byte can be read without a fault; afterwards it can."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.c_ubyte.from_address(address).value  # noqa: B018
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt == before
 
 
 def any_own(address: int, size_bytes: int) -> bool:

@@ -63,18 +63,20 @@ class Source:
         Raises:
             ArgumentRefused: a pattern, a prefix or a dtype is none.
         """
-        filters = self.name_filter
-        wanted = (filters,) if isinstance(filters, str) else tuple(filters or ())
+        filters, renamed = self.name_filter, self.rename or ()
         casts = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
-        renamed = self.rename.items() if isinstance(self.rename, Mapping) else self.rename or ()
         rules = [] if self.dtype is None else [(name, _named(to)) for name, to in casts.items()]
-        reading = [wanted, list(renamed), rules, self.digest]
         try:
+            wanted = (filters,) if isinstance(filters, str) else tuple(filters or ())
+            pairs = list(renamed.items() if isinstance(renamed, Mapping) else renamed)
+            reading = [wanted, pairs, rules, self.digest]
             return msgspec.convert(reading, Reading) if any(reading) else AS_IT_IS
         except (msgspec.ValidationError, TypeError) as error:
+            told = str(error).partition(" - at ")[0]
             raise ArgumentRefused(
-                f"this is no way to read a checkpoint: {error}",
-                remedy="give patterns and prefixes as texts: at most 256, of 1024 characters",
+                f"this is no way to read a checkpoint: {told}",
+                remedy="give patterns and prefixes as texts that are not empty: at most 256, of "
+                "1024 characters",
             ) from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,7 +71,14 @@ def open_checkpoint(place: str | os.PathLike[str], fds: list[int] | None = None)
         if not name.lower().startswith("file://"):
             check_url(name)
             return _open_cached(name, fds) or Opened(name, fds)
-        name = urllib.request.url2pathname(urllib.parse.urlsplit(name).path)
+        parts = urllib.parse.urlsplit(name)
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise SourceNotOpened(
+                f"{name}: names no file of this host",
+                source=name,
+                remedy="write file:///folder/file, or the path itself",
+            )
+        name = urllib.parse.unquote(parts.path)
     if os.path.isdir(name):
         name = _checkpoint_in(name)
     return _open_files(name, fds)
@@ -161,14 +167,14 @@ def pick(names: Sequence[str], folder: str) -> str:
         found = [name for name in names if is_index(name) and _indexed(name).endswith(suffixes)]
         if not found:
             found = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
-        if len(found) == 1:
-            return found[0]
         if found and all(is_numbered(name) for name in found):
             raise SourceNotOpened(
-                f"{folder}: {len(found)} shards, and no index that says what is in them",
+                f"{folder}: shards of a checkpoint ({found[0]} ...), and no index of them",
                 source=folder,
                 remedy="download the index, such as model.safetensors.index.json, too",
             )
+        if len(found) == 1:
+            return found[0]
         if found:
             shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
             raise SourceNotOpened(

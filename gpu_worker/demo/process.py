@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -64,6 +65,10 @@ Kind = TypeVar("Kind", bound=Reply)
 
 class DemoFailed(Exception):
     """The demo cannot go on. The text says why."""
+
+
+_OF_TORCHAO = re.compile(r"Failed to load \S*/torchao/|W\d{4} \S+ +\d+ torch/utils/_pytree\.py")
+"""Where it is installed transformers imports it: then it speaks of this machine and of torch."""
 
 
 class Process:
@@ -167,9 +172,9 @@ class Process:
         self._child.stdout.close()
 
     def complaints(self) -> str:
-        """Return what it has written to standard error."""
+        """Return what it has written to standard error, but for what torchao says of itself."""
         with open(self._complaints, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
+            return "".join(line for line in file if not _OF_TORCHAO.match(line)).strip()
 
     def failure(self, what: str) -> DemoFailed:
         """Return an error about this process."""

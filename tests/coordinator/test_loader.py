@@ -591,3 +591,24 @@ def test_a_report_that_fails_stops_the_fill():
     clock.now_s += 1
     with pytest.raises(ConnectionLost):
         meter.add(1)
+
+
+REWRITES = """
+import os, sys
+sys.argv = sys.argv[:1] + sys.argv[2:]
+from coordinator import formats, loader
+read = formats._read_table
+def rewritten(file, number):
+    os.truncate(f"/proc/self/fd/{file.fd}", 20)
+    return read(file, number)
+formats._read_table = rewritten
+sys.exit(loader.main(sys.argv))
+"""
+
+
+def test_a_file_that_changes_while_its_header_is_read_is_not_called_damaged(checkpoint):
+    with started([sys.executable, "-c", REWRITES, "-"]) as played, opened(checkpoint) as source_fd:
+        played.fetch(source_fd)
+        abort, code, said = played.await_end()
+    assert isinstance(abort, Abort) and abort.cause is not None
+    assert (abort.cause.code, code, said) == ("source_changed", 0, "")

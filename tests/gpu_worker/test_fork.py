@@ -666,14 +666,14 @@ class TestOtherThreads:
             """
             from gpu_worker import publish
             fill = publish.fill
-            def forking(fd, plan):
+            def forking(*given):
                 child = os.fork()
                 if not child:
                     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
                     names = [os.readlink(link) for link in links if os.path.lexists(link)]
                     os._exit(sum("memfd:weight-cache:" in name for name in names))
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-                fill(fd, plan)
+                fill(*given)
             publish.fill = forking
             assert worker.state_dict("forking", build=skeleton)["bias"].numel() == 2
             """

@@ -172,6 +172,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "not while it is on fire",
         "leave it out",
     ),
+    "wrapper_of_another_class": (
+        lambda: wrapped.Other(torch.ones(2)),
+        "comes out as something else",
+        "leave it out",
+    ),
+    "wrapper_that_is_stuck": (
+        lambda: wrapped.Stuck(torch.ones(2)),
+        "cannot be made anew of its parts: not any more",
+        "leave it out",
+    ),
     "context_with_a_function": (
         lambda: scaled(layout=[len]),
         "of type builtin_function_or_method, at ['context'][0]",

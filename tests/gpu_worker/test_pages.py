@@ -91,16 +91,6 @@ def test_in_huge_pages_it_looks_at_one_and_leaves_the_rest_to_their_readers():
         assert there() == (HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
 
 
-def test_where_the_kernel_does_not_say_whether_a_page_is_huge_all_is_mapped(monkeypatch):
-    def old_kernel(*_: object, **__: object) -> bool:
-        raise OSError
-
-    monkeypatch.setattr(pages, "_scan", old_kernel)
-    with sealed() as (_, buffer):
-        pages.fault_in(ctypes.addressof(buffer), LARGE)
-        assert there() == (LARGE, 0)
-
-
 def test_where_the_kernel_cannot_nothing_happens(monkeypatch):
     monkeypatch.setattr(pages, "_MADV_POPULATE_READ", 0x7FFF)
     with sealed() as (_, buffer):

@@ -161,6 +161,9 @@ def test_options_that_fit_nothing_are_refused_by_name(
         {"dtype": torch.int8},
         {"dtype": "no_dtype"},
         {"dtype": {"*": 3}},
+        {"name_filter": 5},
+        {"rename": "a=b"},
+        {"rename": [("a", "b", "c")]},
     ],
 )
 def test_options_that_are_none_are_refused_before_anything_is_asked(worker, key, options):

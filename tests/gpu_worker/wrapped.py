@@ -157,6 +157,14 @@ class Fails(Around):
         raise NotImplementedError("not while it is on fire")
 
 
+class Stuck(Around):
+    """It can be taken apart, and not be made."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        raise NotImplementedError("not any more")
+
+
 class Other(Around):
     """Its maker makes another class."""
 

@@ -103,7 +103,8 @@ def test_an_index_in_a_folder_comes_before_its_shards(tmp_path: Path) -> None:
         ([], "no checkpoint"),
         (["readme.md"], "no checkpoint"),
         (["a.safetensors", "b.safetensors"], r"2 checkpoints: a\.safetensors, b\.safetensors"),
-        ([*SHARDS], "2 shards, and no index"),
+        ([*SHARDS], "shards of a checkpoint .* no index"),
+        ([SHARDS[0]], "shards of a checkpoint .* no index"),
     ],
 )
 def test_a_folder_without_just_one_is_refused_with_what_is_there(
@@ -126,6 +127,12 @@ def test_a_repository_in_the_cache_stands_for_its_main_revision(tmp_path: Path) 
     opened = open_checkpoint(tmp_path)
     assert os.pread(opened.fds[0], 10, 0) == b"blobs/1"
     opened.close()
+
+
+@pytest.mark.parametrize("url", ["file://a.safetensors", "file://host/a.safetensors", "file://"])
+def test_a_file_of_another_host_is_none_of_ours(url: str) -> None:
+    with pytest.raises(SourceNotOpened, match="names no file of this host"):
+        open_checkpoint(url)
 
 
 def test_what_is_at_a_url_is_not_opened_here(tmp_path: Path) -> None:
