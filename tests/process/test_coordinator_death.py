@@ -41,11 +41,11 @@ SLOW_FILL = """
 from gpu_worker import publish
 fill = publish.fill
 
-def slowly(fd, plan):
+def slowly(fd, *rest):
     os.pwrite(fd, b'half of it', 4096)
     begun.set()
     assert go_on.wait(20)
-    fill(fd, plan)
+    fill(fd, *rest)
 
 publish.fill = slowly
 """
