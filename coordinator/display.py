@@ -232,7 +232,8 @@ def _state_text(generation: GenerationReport) -> str:
         return words.get(generation.state, plain(generation.state))
     marks = ["private"] if generation.private else []
     marks += ["pinned"] if generation.pinned else []
-    marks += ["huge pages"] if 0 < generation.size_bytes == generation.huge_bytes else []
+    if not generation.fill and 0 < generation.size_bytes == generation.huge_bytes:
+        marks += ["huge pages"]
     state = fill_text(generation.fill) if generation.fill else plain(generation.state)
     return ", ".join([state, *marks])
 

@@ -67,7 +67,7 @@ class DemoFailed(Exception):
     """The demo cannot go on. The text says why."""
 
 
-_OF_TORCHAO = re.compile(r"Failed to load \S*/torchao/|W\d{4} \S+ +\d+ torch/utils/_pytree\.py")
+_OF_TORCHAO = re.compile(r"Failed to load \S*/torchao/|W\d{4} \S+ +\d+ \S*torch/utils/_pytree\.py")
 """Where it is installed transformers imports it: then it speaks of this machine and of torch."""
 
 

@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -71,10 +70,18 @@ def start(number: int) -> Start:
     return Start(gen(number), Key(str(number)), "a", name, SessionId(1), RequestId(number))
 
 
+OTHERS: set[int] = set()
+"""Children that other tests leave to the end of this process, as those of process pools do."""
+
+
+@pytest.fixture(autouse=True)
+def _none_of_others() -> None:
+    OTHERS.update(children_of(os.getpid()))
+
+
 def children() -> list[int]:
-    """Of this process, without the tracker that process pools of other tests leave to its end."""
-    tracker = getattr(resource_tracker._resource_tracker, "_pid")  # noqa: B009
-    return [child for child in children_of(os.getpid()) if child != tracker]
+    """Of this process, without those of other tests."""
+    return [child for child in children_of(os.getpid()) if child not in OTHERS]
 
 
 def work(path: Path, talk: Callable[[Executor, Outside], Awaitable[None]]) -> None:

@@ -20,9 +20,14 @@ DATA_START = 4096 + 13
 COUNT = 300
 
 
+THREADS_BEFORE = 1
+"""How many there are anyway: other tests may have left some in this process."""
+
+
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch) -> None:
     """Enough stretches for every thread, of several buffers each, in a few hundred KiB."""
+    monkeypatch.setitem(globals(), "THREADS_BEFORE", threading.active_count())
     monkeypatch.setattr(pump, "BUFFER_BYTES", 1000)
     monkeypatch.setattr(pump, "STRETCH_BYTES", 3500)
 
@@ -99,7 +104,7 @@ def test_several_threads_copy(monkeypatch, files, segment_fd):
     copies, before = scattered(), threading.stack_size(1 << 20)
     Pump(files, segment_fd).copy(copies, DATA_START, meter_of(copies))
     assert threading.stack_size(before) == 1 << 20, "what others start is as it was"
-    assert len(seen) == pump.THREADS and threading.active_count() == 1
+    assert len(seen) == pump.THREADS and threading.active_count() == THREADS_BEFORE
     gate = threading.Barrier(1)
     seen.clear()
     Pump(files, segment_fd).copy([Copy(0, 0, 3500)], DATA_START, Meter(3500, lambda *_: None))
@@ -132,7 +137,7 @@ def failing(monkeypatch, files, segment_fd, kind, report=lambda done, total: Non
     meter = Meter(sum(copy.size_bytes for copy in scattered()), noted)
     with pytest.raises(kind) as caught:
         Pump(files, segment_fd).copy(copies, DATA_START, meter)
-    assert threading.active_count() == 1
+    assert threading.active_count() == THREADS_BEFORE
     assert meter.total_bytes not in reports
     return caught.value, meter.done_bytes
 
@@ -266,7 +271,7 @@ def test_what_is_copied_first_is_read_ahead_in_steps_up_to_a_limit(monkeypatch, 
     with ReadAhead(files, [Copy(5, 0, 1500), Copy(70, 2000, 400, 1), Copy(900, 4000, 90_000, 1)]):
         assert advice.come.wait(10)
     steps = [(one, 5, 1000), (one, 1005, 500), (two, 70, 400), (two, 900, 1000), (two, 1900, 1000)]
-    assert advice.given == steps and threading.active_count() == 1
+    assert advice.given == steps and threading.active_count() == THREADS_BEFORE
 
 
 def test_reading_ahead_ends_with_the_wait_for_space(monkeypatch, files):
@@ -277,7 +282,7 @@ def test_reading_ahead_ends_with_the_wait_for_space(monkeypatch, files):
     with ReadAhead(files, [Copy(0, 0, 1 << 40)]):
         assert advice.come.wait(10)
     count = len(advice.given)
-    assert threading.active_count() == 1 and len(advice.given) == count < 1 << 29
+    assert threading.active_count() == THREADS_BEFORE and len(advice.given) == count < 1 << 29
 
 
 def test_where_no_advice_is_taken_nothing_happens():
@@ -289,7 +294,7 @@ def test_where_no_advice_is_taken_nothing_happens():
     finally:
         os.close(read)
         os.close(write)
-    assert threading.active_count() == 1
+    assert threading.active_count() == THREADS_BEFORE
 
 
 # --- pages of 2 MiB -----------------------------------------------------------------------------
