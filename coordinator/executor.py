@@ -127,7 +127,10 @@ class Executor:
                 self._backings.leave(gen)
                 self._started(gen)
                 self._huge_pages.drop(gen)
-                self._start(gen, self._free(effect, dict(self._jobs.get(gen, {}))))
+                # Taken now: until its jobs have ended the generation may be somebody's again, who
+                # brings an fd of his own.
+                jobs, fd = dict(self._jobs.get(gen, {})), self.segments.take(gen)
+                self._start(gen, self._free(effect, jobs, fd))
             case Keep(gen, about):
                 fd = self.segments.fd(gen)
                 if fd is not None:
@@ -302,7 +305,9 @@ class Executor:
         else:
             self._feed(Sealed(effect.gen))
 
-    async def _free(self, effect: Free, jobs: dict[asyncio.Task[None], Child | None]) -> None:
+    async def _free(
+        self, effect: Free, jobs: dict[asyncio.Task[None], Child | None], fd: int | None
+    ) -> None:
         """End what still works on the segment, then give it back. Closing gigabytes takes long."""
         gen = effect.gen
         earlier = self._devices.pop(gen, None)
@@ -310,7 +315,6 @@ class Executor:
             earlier.cancel()  # it was somebody's again since, and we have an fd of it, too
         await _end(jobs)
         self._huge_pages.drop(gen)  # again: a backing child may have been done all the same
-        fd = self.segments.take(gen)
         if fd is not None:
             await self._loop.run_in_executor(None, os.close, fd)
         if effect.device is not None:

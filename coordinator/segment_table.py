@@ -67,6 +67,9 @@ class SegmentTable:
 
     def adopt(self, gen: GenerationId, fd: int) -> None:
         """Take over the segment of a generation that another process made."""
+        earlier = self._fds.get(gen)
+        if earlier is not None:
+            os.close(earlier)
         self._fds[gen] = fd
         stat = os.fstat(fd)
         self._files[gen] = stat.st_dev, stat.st_ino
