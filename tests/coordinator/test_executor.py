@@ -193,3 +193,20 @@ def test_without_fds_nothing_starts_and_the_reason_says_whose(tmp_path, monkeypa
         assert children() == []
 
     work(tmp_path / "a", talk)
+
+
+def test_what_comes_back_while_it_is_freed_keeps_its_own_fd(tmp_path):
+    """Ending its children takes a while. The old fd goes then, and not the one that came since."""
+
+    async def talk(works: Executor, outside: Outside) -> None:
+        works.perform(Back(gen(1), 4096))
+        while works.segments.fd(gen(1)) is None:
+            await asyncio.sleep(0)
+        works.perform(Free(gen(1)))
+        theirs = os.memfd_create("theirs")
+        works.segments.adopt(gen(1), theirs)
+        await outside.expect(Freed(gen(1)))
+        assert works.segments.fd(gen(1)) == theirs
+        os.fstat(theirs)
+
+    work(tmp_path / "a", talk)
